@@ -1,0 +1,35 @@
+# Every target does its own set-up in .venv and is quick when nothing changed.
+UV_VERSION := 0.13.9
+BIN := .venv/bin
+PYTHON ?=
+export PYTHON
+
+.PHONY: demo test lint base lock clean
+demo: base ## pre-train the tiny base, then watch it learn under STAPO
+	$(BIN)/stapo train tiny_stapo
+
+test: lint ## lint, types and every unmarked, distributed and vllm test
+	$(BIN)/pytest
+
+lint: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+base: .venv/ready ## the demo's tiny Qwen3 base, its tokenizer and its problems
+	$(BIN)/python tools/make_tiny_base.py
+
+lock: .venv/ready ## resolve the version table of setup.py again
+	$(BIN)/uv pip compile setup.py --extra cpu --extra dev --python $(BIN)/python \
+		--python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+		--output-file tools/requirements-cpu.txt
+
+clean: ## remove the environment; runs stay
+	rm -rf .venv
+
+.venv/ready: setup.py pyproject.toml tools/requirements-cpu.txt tools/find_python.sh
+	python=$$(tools/find_python.sh) && { [ -x $(BIN)/python ] || "$$python" -m venv .venv; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r tools/requirements-cpu.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	touch $@

@@ -1,0 +1,1 @@
+"""megatron_stapo: STAPO reinforcement learning with verifiable rewards on Megatron-Core."""

@@ -1,0 +1,150 @@
+"""Builds Megatron's GPTModel for a Qwen3 dense model from its Hugging Face config.json.
+
+This file alone translates our config into Megatron's. The vocabulary is never padded.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from megatron_stapo.config import ModelConfig, ParallelConfig, load_model_json
+from megatron_stapo.model.cpu_layers import PackedAttention, RMSNorm
+from megatron_stapo.parallel.groups import Groups
+
+# What this file builds. A folder that says otherwise describes another network.
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+
+def build_model(config: ModelConfig, parallel: ParallelConfig, groups: Groups) -> GPTModel:
+    """Build this rank's part of the model, its weights not yet loaded.
+
+    Communicates: for tied embeddings over several pipeline stages, one all-reduce of the embedding
+    over its group.
+
+    Raises:
+        ValueError: config.json asks for something that this network does not have.
+    """
+    model_json = load_model_json(config.path)
+    for key, value in _FIXED.items():
+        if model_json.get(key, value) != value:
+            raise ValueError(
+                f"model.path={config.path}: config.json has {key}={model_json[key]}, but the Qwen3 "
+                f"model here supports only {value}."
+            )
+    transformer_config = build_transformer_config(config, parallel, model_json)
+    return GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=_build_layer_spec(transformer_config, groups.device),
+        vocab_size=model_json["vocab_size"],
+        max_sequence_length=model_json["max_position_embeddings"],
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=model_json["tie_word_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=_read_rope_theta(config.path, model_json),
+    ).to(groups.device)
+
+
+def build_transformer_config(
+    config: ModelConfig, parallel: ParallelConfig, model_json: dict[str, Any]
+) -> TransformerConfig:
+    """Translate the model's and our settings into Megatron's.
+
+    calculate_per_token_loss: the loss function returns sums, and Megatron divides the gradients
+        once
+    by the token count of all data-parallel ranks. The fusions are off on every device because fused
+    kernels keep bf16 intermediates where the rollout engine goes through float32.
+    """
+    dtype = getattr(torch, config.dtype)
+    return TransformerConfig(
+        num_layers=model_json["num_hidden_layers"],
+        hidden_size=model_json["hidden_size"],
+        ffn_hidden_size=model_json["intermediate_size"],
+        num_attention_heads=model_json["num_attention_heads"],
+        num_query_groups=model_json["num_key_value_heads"],
+        kv_channels=model_json["head_dim"],
+        normalization="RMSNorm",
+        layernorm_epsilon=model_json["rms_norm_eps"],
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        # A microbatch holds as many tokens as its sequences have.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it, experts or not
+        calculate_per_token_loss=True,
+        # Every weight is loaded from the model's folder.
+        perform_initialization=False,
+        use_cpu_initialization=parallel.device == "cpu",
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _build_layer_spec(
+    config: TransformerConfig, device: torch.device
+) -> TransformerBlockSubmodules:
+    if device.type == "cuda":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    submodules = layer.submodules
+    attention = submodules.self_attention
+    layer.submodules = dataclasses.replace(
+        submodules,
+        input_layernorm=RMSNorm,
+        pre_mlp_layernorm=RMSNorm,
+        self_attention=dataclasses.replace(
+            attention,
+            submodules=dataclasses.replace(
+                attention.submodules,
+                core_attention=PackedAttention,
+                q_layernorm=RMSNorm,
+                k_layernorm=RMSNorm,
+            ),
+        ),
+    )
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _read_rope_theta(path: str, model_json: dict[str, Any]) -> float:
+    # transformers 5 writes rope_parameters; the published Qwen3 folders have the older two keys.
+    rope = model_json.get("rope_parameters") or {
+        "rope_theta": model_json.get("rope_theta"),
+        **(model_json.get("rope_scaling") or {}),
+    }
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"model.path={path}: config.json has rope_type={rope['rope_type']!r}; only the default "
+            "rotary embedding is supported."
+        )
+    return rope["rope_theta"]

@@ -1,0 +1,83 @@
+"""Answers what Megatron-Core asks of CUDA when the device is a CPU, and nothing else.
+
+Megatron-Core 0.19 names `torch.cuda` and the device "cuda" literally. `install` makes those calls
+mean the CPU, so that the same Megatron classes run over gloo. It is called once by
+`groups.init_distributed` when parallel.device is cpu; with cuda this module is never imported.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Redirect this process's CUDA calls to the CPU, for as long as it lives.
+
+    Mutates: attributes of `torch.cuda`; enters a global TorchFunctionMode. Idempotent.
+    """
+    if torch.cuda.current_device is _current_device:
+        return
+    _CudaMeansCpu().__enter__()
+    torch.cuda.current_device = _current_device
+    # Each name gets a function of its own: torch.compile, which decorates some of Megatron's
+    # functions, keeps a table of torch's functions and refuses one that stands there twice.
+    for name in ("set_device", "synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    for name in ("current_stream", "default_stream"):
+        setattr(torch.cuda, name, lambda device=None: _IdleStream())
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    # The generator behind Megatron's tensor-parallel seeds is the CPU's.
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites device arguments, `.cuda()` and the CUDA names of tensor types."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The distributed optimizer sorts its parameters by "torch.cuda.FloatTensor" and such.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+class _IdleStream:
+    """Work on a CPU is done when the call returns."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """There is nothing to wait for."""
+
+    wait_event = wait_stream
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""

@@ -1,0 +1,237 @@
+"""Entry point of every trainer rank, and the training loop.
+
+torchrun starts one process per rank: `python -m megatron_stapo.train --run-dir DIR [--engine-url
+URL]`. Rank 0 drives: it draws prompts, talks to the engine, scores, packs and scatters.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_stapo import config as config_module
+from megatron_stapo.algo.advantage import compute_group_advantages
+from megatron_stapo.config import Config
+from megatron_stapo.data.packing import pack
+from megatron_stapo.data.prompts import (
+    PromptStream,
+    load_prompts,
+    load_stop_token_ids,
+    load_tokenizer,
+)
+from megatron_stapo.model.weights import save_hf_model
+from megatron_stapo.observability import RunLog
+from megatron_stapo.parallel.groups import Groups, destroy_distributed, init_distributed
+from megatron_stapo.reshard.weight_sync import WeightSync
+from megatron_stapo.rewards.boxed import CORRECT, compute_boxed_reward
+from megatron_stapo.rollout import Engine
+from megatron_stapo.trainer.trainer import Trainer
+from megatron_stapo.types import Minibatch, Prompt, RolloutGroup
+
+
+def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog | None) -> None:
+    """Train for config.num_steps steps, and measure held-out accuracy before and after.
+
+    Every rank calls it; engine and run_log are rank 0's and None elsewhere.
+    """
+    trainer = Trainer(config, groups)
+    weight_sync = WeightSync(trainer.model, config.model.path, engine, groups)
+    driver = Driver(config, engine, run_log) if engine and run_log else None
+    if driver:
+        driver.evaluate("accuracy_before")
+    for step in range(config.num_steps):
+        timer = Timer()
+        minibatches = scatter_minibatches(driver.collect(timer) if driver else None, groups)
+        with timer("score"):
+            trainer.score(minibatches)  # old_logprobs_T, logprobs_T, entropy_T
+        updates = []
+        for minibatch in minibatches:
+            with timer("threshold"):
+                trainer.assign_loss_masks(minibatch)  # response mask and S2T over all ranks
+            with timer("update"):
+                updates.append(trainer.update(minibatch))
+        with timer("sync"):
+            weight_sync.execute(policy_version=step + 1)
+        metrics = trainer.pop_metrics()
+        if driver:
+            driver.log_step(step + 1, metrics, updates, timer)
+    if driver:
+        driver.evaluate("accuracy_after")
+    save_hf_model(trainer.model, config.model.path, Path(config.run_dir) / "model", groups)
+
+
+class Timer:
+    """Wall-clock seconds of a step, by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the block's time to the phase."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+class Driver:
+    """What rank 0 does beside training: prompts to rewarded rollouts, and the log."""
+
+    def __init__(self, config: Config, engine: Engine, run_log: RunLog) -> None:
+        self._config = config
+        self._engine = engine
+        self._run_log = run_log
+        self._tokenizer = load_tokenizer(config.model.path)
+        train_prompts, heldout = (
+            load_prompts(config.data, path, config.model.path)
+            for path in (config.data.train_path, config.data.heldout_path)
+        )
+        self._stream = PromptStream(train_prompts, config.seed)
+        self._heldout = heldout[: config.evaluation.num_problems]
+        self._rollout_metrics: dict[str, float] = {}
+
+    def collect(self, timer: Timer) -> list[list[Minibatch]]:
+        """Draw a step's prompts and return its mini-batches for every data-parallel rank."""
+        config = self._config
+        prompts = self._stream.next(config.rollout.num_prompts_per_step)
+        with timer("rollout"):
+            groups = self._generate(prompts, config.rollout.group_size)
+        with timer("reward"):
+            self._assign_rewards(groups)
+            assign_advantages(groups)
+        self._rollout_metrics = compute_rollout_metrics(groups)
+        return pack(
+            groups,
+            config.algorithm.num_prompts_per_minibatch,
+            config.data.max_microbatch_tokens,
+            config.parallel.data_parallel_size,
+            token_multiple=config.parallel.tensor_model_parallel_size
+            if config.parallel.sequence_parallel
+            else 1,
+        )
+
+    def evaluate(self, name: str) -> None:
+        """Log the mean accuracy over held-out problems and samples under this event name."""
+        start = time.perf_counter()
+        groups = self._generate(self._heldout, self._config.evaluation.num_samples)
+        self._assign_rewards(groups)
+        accuracy = compute_rollout_metrics(groups)["accuracy"]
+        self._run_log.log_event(name, value=accuracy, seconds=time.perf_counter() - start)
+
+    def log_step(
+        self, step: int, metrics: dict[str, float], updates: list[dict[str, float]], timer: Timer
+    ) -> None:
+        """Write one step's line: loss and gradient norm are means over the step's updates."""
+        means = {
+            name: sum(update[name] for update in updates) / len(updates)
+            for name in ("loss", "grad_norm")
+        }
+        tokens_per_s = metrics["num_response_tokens"] / sum(timer.seconds.values())
+        self._run_log.log_step(
+            step,
+            {
+                **self._rollout_metrics,
+                **metrics,
+                **means,
+                "lr": updates[-1]["lr"],
+                "tokens_per_s": tokens_per_s,
+            },
+            timer.seconds,
+        )
+
+    def _generate(self, prompts: Sequence[Prompt], num_samples: int) -> list[RolloutGroup]:
+        return self._engine.generate(prompts, num_samples, self._config.rollout.max_response_tokens)
+
+    def _assign_rewards(self, groups: Sequence[RolloutGroup]) -> None:
+        for group in groups:
+            for rollout in group.rollouts:
+                response = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+                rollout.reward = compute_boxed_reward(response, group.prompt.answer)
+
+
+def assign_advantages(groups: Sequence[RolloutGroup]) -> None:
+    """Set every rollout's advantage from its group's rewards."""
+    for group in groups:
+        rewards_G = torch.tensor([rollout.reward for rollout in group.rollouts])
+        advantages = compute_group_advantages(rewards_G).tolist()
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            rollout.advantage = advantage
+
+
+def compute_rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Means over the rollouts; zero_advantage_frac is the share of rollouts that cannot train."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+
+    def mean(values: Iterator[float]) -> float:
+        return sum(values) / len(rollouts)
+
+    return {
+        "reward_mean": mean(r.reward for r in rollouts),
+        "accuracy": mean(r.reward == CORRECT for r in rollouts),
+        "response_tokens_mean": mean(len(r.token_ids) for r in rollouts),
+        "truncated_frac": mean(r.finish_reason == "length" for r in rollouts),
+        "zero_advantage_frac": mean(r.advantage == 0 for r in rollouts),
+    }
+
+
+def scatter_minibatches(
+    per_dp_rank: list[list[Minibatch]] | None, groups: Groups
+) -> list[Minibatch]:
+    """Hand every rank the mini-batches of its data-parallel rank.
+
+    Args:
+        per_dp_rank: rank 0's, indexed by data-parallel rank; None on other ranks.
+
+    Communicates: a scatter from rank 0 to all ranks, each getting its own part alone.
+    """
+    parts = None
+    if per_dp_rank is not None:
+        parts = [per_dp_rank[dp_rank] for dp_rank in groups.dp_rank_of_rank]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, parts, src=0)
+    for minibatch in received[0]:
+        for microbatch in minibatch.microbatches:
+            microbatch.move_to(groups.device)
+    return received[0]
+
+
+def build_engine(config: Config, engine_url: str | None) -> Engine:
+    """Connect to the engine that the config names; waits until it serves."""
+    stop_token_ids = load_stop_token_ids(config.model.path)
+    if config.rollout.engine == "transformers":
+        from megatron_stapo.rollout.transformers_engine import TransformersEngine
+
+        return TransformersEngine(config, stop_token_ids)
+    from megatron_stapo.rollout.vllm_engine import VllmEngine
+
+    assert engine_url is not None
+    return VllmEngine(config, engine_url, stop_token_ids)
+
+
+def main() -> None:
+    """Run one rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--engine-url")
+    arguments = parser.parse_args()
+    config = config_module.from_dict(json.loads((arguments.run_dir / "config.json").read_text()))
+    groups = init_distributed(config.parallel, config.seed)
+    engine = run_log = None
+    if groups.rank == 0:
+        run_log = RunLog(arguments.run_dir)
+        engine = build_engine(config, arguments.engine_url)
+        run_log.log_event("engine_ready")
+    train(config, groups, engine, run_log)
+    if engine is not None:
+        engine.close()
+    destroy_distributed()
+
+
+if __name__ == "__main__":
+    main()

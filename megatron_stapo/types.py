@@ -1,0 +1,97 @@
+"""The records that pass between rooms: what a step reads, makes and reports.
+
+Python objects until packing; tensors after. Every `[T]` stream of a `Microbatch` is indexed by the
+position whose logits predict the token, so that streams, labels and hidden states share one index
+in every layout; `data.packing` makes that one shift.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One problem, ready for the engine."""
+
+    prompt_id: int
+    """Row of the data file; part of the seed of every response."""
+    problem: str
+    answer: str
+    token_ids: list[int]
+    """Chat template applied, generation prompt included."""
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """One sampled response."""
+
+    token_ids: list[int]
+    """The tokens that the engine sampled, the stop token included."""
+    rollout_logprobs: list[float]
+    """Nats; the engine's log-probability of each token, after temperature."""
+    finish_reason: Literal["stop", "length"]
+    """length: cut at rollout.max_response_tokens."""
+    policy_version: int
+    """Number of completed steps of the weights that sampled it."""
+    reward: float = float("nan")
+    """Reward units; set by `rewards`."""
+    advantage: float = float("nan")
+    """Set by `algo`."""
+
+
+@dataclass(kw_only=True)
+class RolloutGroup:
+    """The G responses to one prompt."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+
+@dataclass(kw_only=True)
+class Microbatch:
+    """Whole sequences packed into one forward-backward pass of T tokens; B of them.
+
+    A stream's entry t describes `labels_T[t]`, the token after position t of the same sequence. The
+    last position of a sequence has none: its label is 0 and its response mask False.
+    """
+
+    token_ids_T: "torch.Tensor"
+    """[T] int64."""
+    labels_T: "torch.Tensor"
+    """[T] int64. The token that position t predicts."""
+    position_ids_T: "torch.Tensor"
+    """[T] int64, from 0 in each sequence."""
+    cu_seqlens: "torch.Tensor"
+    """[B + 1] int32. Starts of the sequences, and T."""
+    response_mask_T: "torch.Tensor"
+    """[T] bool. True where the label is a token that the policy sampled."""
+    advantages_T: "torch.Tensor"
+    """[T] fp32. Constant within a response, 0 outside."""
+    rollout_logprobs_T: "torch.Tensor"
+    """[T] fp32, nats. The engine's; 0 outside responses."""
+    # Set by the trainer, on the last pipeline stage.
+    old_logprobs_T: "torch.Tensor" = field(init=False)
+    """[T] fp32, nats. The trainer's before the step's first update."""
+    logprobs_T: "torch.Tensor" = field(init=False)
+    """[T] fp32, nats. Of the current policy, without gradient: what S2T decides on."""
+    entropy_T: "torch.Tensor" = field(init=False)
+    """[T] fp32, nats. Of the current policy."""
+    loss_mask_T: "torch.Tensor" = field(init=False)
+    """[T] bool. Response mask and S2T mask."""
+
+    def move_to(self, device: "torch.device") -> None:
+        """Move the streams that packing made. Mutates: every tensor field set so far."""
+        for name, value in vars(self).items():
+            setattr(self, name, value.to(device))
+
+
+@dataclass(kw_only=True)
+class Minibatch:
+    """The microbatches of this data-parallel rank that share one optimizer step."""
+
+    microbatches: list[Microbatch]
+    num_updates_scored: int = -1
+    """Optimizer steps taken before logprobs_T and entropy_T were computed; -1 before any."""

@@ -1,0 +1,28 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+# Before any test imports a hub client.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random Qwen3 folders, "tied" and "untied": 4 layers, 8 heads, 4 KV heads, fp32."""
+    from tests.tiny_model import build_tiny_model
+
+    return {
+        name: build_tiny_model(tmp_path_factory.mktemp(name), tied=name == "tied")
+        for name in ("tied", "untied")
+    }

@@ -1,0 +1,217 @@
+"""What the ranks of the distributed tests run. Importable, so that a spawned process finds it."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_stapo.config import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+)
+from megatron_stapo.types import Prompt, Rollout, RolloutGroup
+
+
+def build_config(model_path: Path, **changes: Any) -> Config:
+    """A config for tests; a dotted key such as parallel__tensor_model_parallel_size changes a
+    field."""
+    groups: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model_path), "dtype": "float32"},
+        "parallel": {"device": "cpu", "timeout_s": 120},
+        "data": {
+            "train_path": "",
+            "heldout_path": "",
+            "max_prompt_tokens": 20,
+            "max_microbatch_tokens": 90,
+        },
+        "rollout": {"num_prompts_per_step": 4, "group_size": 4, "max_response_tokens": 40},
+        "algorithm": {"num_prompts_per_minibatch": 2, "prob_threshold": 0.02},
+        "optimizer": {"lr": 1e-3, "num_warmup_steps": 0, "max_grad_norm": 1e9},
+    }
+    for key, value in changes.items():
+        group, field = key.split("__")
+        groups[group][field] = value
+    return Config(
+        name="test",
+        num_steps=1,
+        model=ModelConfig(**groups["model"]),
+        parallel=ParallelConfig(**groups["parallel"]),
+        data=DataConfig(**groups["data"]),
+        rollout=RolloutConfig(**groups["rollout"]),
+        algorithm=AlgorithmConfig(**groups["algorithm"]),
+        optimizer=OptimizerConfig(**groups["optimizer"]),
+    )
+
+
+def build_groups(config: Config, vocab_size: int, seed: int = 0) -> list[RolloutGroup]:
+    """Random rollouts of unlike lengths, one of them of a single token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    groups = []
+    for prompt_id in range(config.rollout.num_prompts_per_step):
+        rollouts = []
+        for sample in range(config.rollout.group_size):
+            length = 1 if prompt_id == sample == 1 else draw(2, config.rollout.max_response_tokens)
+            rollouts.append(
+                Rollout(
+                    token_ids=[draw(0, vocab_size) for _ in range(length)],
+                    rollout_logprobs=[-2.0] * length,
+                    finish_reason="stop",
+                    policy_version=0,
+                    advantage=[1.5, -0.5, 0.25, -1.25][sample],
+                )
+            )
+        token_ids = [draw(0, vocab_size) for _ in range(draw(1, config.data.max_prompt_tokens))]
+        prompt = Prompt(prompt_id=prompt_id, problem="", answer="", token_ids=token_ids)
+        groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
+    return groups
+
+
+@contextlib.contextmanager
+def joined_world(config: Config) -> Iterator[Any]:
+    """The groups of this rank, for one test; leaves the world at the end."""
+    # Megatron warns at import and use about what only a GPU has.
+    warnings.simplefilter("ignore")
+    from megatron_stapo.parallel.groups import destroy_distributed, init_distributed
+
+    groups = init_distributed(config.parallel, seed=0)
+    try:
+        yield groups
+    finally:
+        destroy_distributed()
+
+
+def run_logits(config: Config, sequences: list[list[int]]) -> list[torch.Tensor] | None:
+    """Full logits of packed sequences; on the last stage's tensor-parallel rank 0, else None."""
+    with joined_world(config) as groups:
+        import torch.distributed as dist
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from megatron_stapo.trainer.trainer import Trainer
+
+        trainer = Trainer(config, groups)
+        lengths = [len(s) for s in sequences]
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+
+        def forward_step(_: Any, model: torch.nn.Module) -> Any:
+            output = model(
+                input_ids=torch.tensor([[t for s in sequences for t in s]]),
+                position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+                attention_mask=None,
+                packed_seq_params=packed,
+            )
+            return output, lambda logits, **_: logits
+
+        with torch.no_grad():
+            outputs = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=None,
+                model=[trainer.ddp],
+                num_microbatches=1,
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        if not groups.is_last_stage:
+            return None
+        shards = [torch.empty_like(outputs[0]) for _ in range(groups.tp_size)]
+        dist.all_gather(shards, outputs[0].contiguous(), group=groups.tp_group)
+        logits = torch.cat(shards, dim=-1)[0]
+        return list(logits.split(lengths)) if groups.tp_rank == 0 else None
+
+
+def run_round_trip(config: Config) -> dict[str, torch.Tensor]:
+    """Load a folder into the layout and stream it back; rank 0 has the tensors."""
+    with joined_world(config) as groups:
+        from megatron_stapo.config import load_model_json
+        from megatron_stapo.model.weights import iter_hf_weights
+        from megatron_stapo.trainer.trainer import Trainer
+
+        trainer = Trainer(config, groups)
+        model_json = load_model_json(config.model.path)
+        return {n: t.clone() for n, t in iter_hf_weights(trainer.model, model_json, groups)}
+
+
+def run_step(
+    config: Config, rollout_groups: list[RolloutGroup], num_updates: int
+) -> dict[str, Any]:
+    """Score the rollouts, then mask and update mini-batch by mini-batch.
+
+    Returns:
+        updates: what `Trainer.update` returned. metrics: of the step. gradients: by Hugging Face
+            name
+        on rank 0, of the last update, for one data-parallel rank. weights: likewise. tokens: on the
+        last stage, for every response token its (sequence key, log-prob, entropy, mask) at the
+        masking of its mini-batch.
+    """
+    with joined_world(config) as groups:
+        from megatron_stapo.config import load_model_json
+        from megatron_stapo.data.packing import pack
+        from megatron_stapo.model.weights import iter_hf_weights
+        from megatron_stapo.trainer.trainer import Trainer
+
+        trainer = Trainer(config, groups)
+        model_json = load_model_json(config.model.path)
+        minibatches = pack(
+            rollout_groups,
+            config.algorithm.num_prompts_per_minibatch,
+            config.data.max_microbatch_tokens,
+            groups.dp_size,
+            token_multiple=groups.tp_size if config.parallel.sequence_parallel else 1,
+        )[groups.dp_rank]
+        trainer.score(minibatches)
+        updates, tokens = [], []
+        for minibatch in minibatches[:num_updates]:
+            trainer.assign_loss_masks(minibatch)
+            if groups.is_last_stage:
+                tokens.append(_read_tokens(minibatch))
+            updates.append(trainer.update(minibatch))
+        weights = {n: t.clone() for n, t in iter_hf_weights(trainer.model, model_json, groups)}
+        gradients = {}
+        if groups.dp_size == 1:
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    parameter.copy_(parameter.main_grad)
+            gradients = {
+                n: t.clone() for n, t in iter_hf_weights(trainer.model, model_json, groups)
+            }
+        return {
+            "updates": updates,
+            "metrics": trainer.pop_metrics(),
+            "gradients": gradients,
+            "weights": weights,
+            "tokens": tokens,
+        }
+
+
+def _read_tokens(minibatch: Any) -> dict[tuple[int, ...], tuple[torch.Tensor, ...]]:
+    """By sequence (its tokens): log-probabilities, entropies and mask of its response."""
+    sequences = {}
+    for m in minibatch.microbatches:
+        for start, end in zip(m.cu_seqlens[:-1], m.cu_seqlens[1:], strict=True):
+            mask = m.response_mask_T[start:end]
+            if mask.any():
+                sequences[tuple(m.token_ids_T[start:end].tolist())] = tuple(
+                    stream[start:end][mask] for stream in (m.logprobs_T, m.entropy_T, m.loss_mask_T)
+                )
+    return sequences
