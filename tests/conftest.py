@@ -26,3 +26,11 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         name: build_tiny_model(tmp_path_factory.mktemp(name), tied=name == "tied")
         for name in ("tied", "untied")
     }
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A byte-level tokenizer with Qwen3's special tokens and chat template, without a model."""
+    from tests.tiny_model import build_tokenizer
+
+    return str(build_tokenizer(tmp_path_factory.mktemp("tokenizer")))

@@ -215,3 +215,47 @@ def _read_tokens(minibatch: Any) -> dict[tuple[int, ...], tuple[torch.Tensor, ..
                     stream[start:end][mask] for stream in (m.logprobs_T, m.entropy_T, m.loss_mask_T)
                 )
     return sequences
+
+
+def run_sharded_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    upstream: torch.Tensor,
+    temperature: float,
+) -> dict[str, Any]:
+    """One shard's results, gradients and number of collectives; chunks of 16 tokens."""
+    import torch.distributed as dist
+
+    from megatron_stapo.ops.logprobs import compute_logprobs_and_entropy
+
+    dist.init_process_group("gloo")
+    calls = 0
+    all_reduce = dist.all_reduce
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return all_reduce(*args, **kwargs)
+
+    try:
+        dist.all_reduce = count
+        group = dist.group.WORLD
+        shard = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
+        hidden = hidden.clone().requires_grad_()
+        logprobs, entropy = compute_logprobs_and_entropy(
+            hidden, shard, labels, temperature, group, chunk_tokens=16
+        )
+        forward_collectives = calls
+        (logprobs * upstream).sum().backward()
+        return {
+            "logprobs": logprobs.detach(),
+            "entropy": entropy,
+            "grad_hidden": hidden.grad,
+            "grad_weight": shard.grad,
+            "forward_collectives": forward_collectives,
+            "backward_collectives": calls - forward_collectives,
+        }
+    finally:
+        dist.all_reduce = all_reduce
+        dist.destroy_process_group()

@@ -1,0 +1,123 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megatron_stapo.config import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    check_model_layout,
+    from_dict,
+    to_dict,
+)
+from tests.workers import build_config
+
+
+def test_a_config_survives_json(tmp_path):
+    config = build_config(tmp_path)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "value", "message"),
+    [
+        ("rollout", "group_size", 1, r"rollout.group_size=1: .* at least 2 responses"),
+        ("rollout", "engine", "sglang", r"rollout.engine=sglang: must be vllm or transformers"),
+        ("model", "dtype", "float16", r"model.dtype=float16"),
+        ("parallel", "sequence_parallel", True, r"has no effect with tensor_model_parallel_size=1"),
+        (
+            "algorithm",
+            "entropy_quantile",
+            75,
+            r"algorithm.entropy_quantile=75: must be in \[0, 1\]",
+        ),
+        ("algorithm", "prob_threshold", -0.1, r"algorithm.prob_threshold=-0.1"),
+        (
+            "algorithm",
+            "num_prompts_per_minibatch",
+            3,
+            r"must divide rollout.num_prompts_per_step=4",
+        ),
+        ("data", "max_microbatch_tokens", 10, r"must hold the longest sequence"),
+        ("optimizer", "lr", 0.0, r"optimizer.lr=0.0"),
+    ],
+)
+def test_a_bad_value_is_refused_by_field_value_and_rule(tmp_path, group, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        build_config(tmp_path, **{f"{group}__{field}": value})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        # The tiny model has 8 heads, 4 KV heads, 96 tokens, 80 MLP columns and 4 layers.
+        (
+            (3, 1),
+            r"tensor_model_parallel_size=3: does not divide .* 8 attention heads; .*\[1, 2, 4",
+        ),
+        ((8, 1), r"tensor_model_parallel_size=8: does not divide the model's 4 KV heads"),
+        ((1, 3), r"pipeline_model_parallel_size=3: .* 4 layers; use one of \[1, 2, 4\]"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(tiny_models, sizes, message):
+    config = build_config(
+        tiny_models["tied"],
+        parallel__tensor_model_parallel_size=sizes[0],
+        parallel__pipeline_model_parallel_size=sizes[1],
+    )
+    with pytest.raises(ValueError, match=message):
+        check_model_layout(config)
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused(tiny_models, tmp_path):
+    model_json = json.loads((tiny_models["tied"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model_json | {"vocab_size": 97}))
+    config = build_config(tmp_path, parallel__tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match="=2: does not divide the model's 97 vocabulary entries"):
+        check_model_layout(config)
+
+
+def test_a_folder_without_config_json_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model.path=.*has no config.json.*make base"):
+        check_model_layout(build_config(tmp_path))
+
+
+def test_another_model_family_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="model_type='llama'; only qwen3"):
+        check_model_layout(build_config(tmp_path))
+
+
+def test_responses_beyond_the_models_positions_are_refused(tiny_models):
+    config = build_config(
+        tiny_models["tied"], rollout__max_response_tokens=250, data__max_microbatch_tokens=1000
+    )
+    with pytest.raises(ValueError, match="max_position_embeddings=256; use at most 236"):
+        check_model_layout(config)
+
+
+def test_defaults_are_the_papers(tmp_path):
+    config = build_config(tmp_path)
+    paper = Config(
+        name="paper",
+        num_steps=1,
+        model=ModelConfig(path="m"),
+        parallel=ParallelConfig(),
+        data=replace(config.data, max_microbatch_tokens=32768, max_prompt_tokens=1024),
+    )
+    assert (paper.algorithm.prob_threshold, paper.algorithm.entropy_quantile) == (0.002, 0.75)
+    assert (paper.algorithm.clip_low, paper.algorithm.clip_high) == (0.2, 0.28)
+    assert (paper.rollout.num_prompts_per_step, paper.rollout.group_size) == (256, 8)
+    assert (paper.optimizer.lr, paper.optimizer.num_warmup_steps) == (1e-6, 10)
+    assert RolloutConfig().max_response_tokens == 15 * 1024
+    assert paper.algorithm.num_prompts_per_minibatch == 64
+
+
+@pytest.mark.parametrize("module", ["megatron_stapo", "megatron_stapo.config"])
+def test_import_is_light(module):
+    script = f"import sys, {module}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
