@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_stapo import config as config_module
 from megatron_stapo.algo.advantage import compute_group_advantages
-from megatron_stapo.config import Config
+from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.data.packing import pack
 from megatron_stapo.data.prompts import (
     PromptStream,
@@ -63,7 +63,13 @@ def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog
             driver.log_step(step + 1, metrics, updates, timer)
     if driver:
         driver.evaluate("accuracy_after")
-    save_hf_model(trainer.model, config.model.path, Path(config.run_dir) / "model", groups)
+    save_hf_model(
+        trainer.model,
+        config.model.path,
+        Path(config.run_dir) / "model",
+        load_model_json(config.model.path),
+        groups,
+    )
 
 
 class Timer:
@@ -118,6 +124,7 @@ class Driver:
 
     def evaluate(self, name: str) -> None:
         """Log the mean accuracy over held-out problems and samples under this event name."""
+        self._run_log.log_event(f"measuring_{name}")
         start = time.perf_counter()
         groups = self._generate(self._heldout, self._config.evaluation.num_samples)
         self._assign_rewards(groups)
@@ -225,11 +232,13 @@ def main() -> None:
     engine = run_log = None
     if groups.rank == 0:
         run_log = RunLog(arguments.run_dir)
+        run_log.log_event("waiting_for_engine")
         engine = build_engine(config, arguments.engine_url)
         run_log.log_event("engine_ready")
     train(config, groups, engine, run_log)
-    if engine is not None:
+    if engine is not None and run_log is not None:
         engine.close()
+        run_log.close()
     destroy_distributed()
 
 

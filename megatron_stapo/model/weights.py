@@ -6,6 +6,7 @@ negotiation.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_stapo.parallel.groups import Groups
+
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+"""What a Hugging Face folder holds beside its tensors."""
 
 Layout = Literal["replicated", "rows", "columns", "qkv", "gate_up"]
 
@@ -285,9 +297,9 @@ def save_hf_model(
     if groups.rank != 0:
         return
     out.mkdir(parents=True, exist_ok=True)
-    for file in Path(source).iterdir():
-        if file.name.endswith((".json", ".txt", ".jinja")) and "safetensors" not in file.name:
-            (out / file.name).write_bytes(file.read_bytes())
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            shutil.copyfile(file, out / file.name)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 

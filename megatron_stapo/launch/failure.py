@@ -1,0 +1,95 @@
+"""Why a run failed, in one message: what died, of what, its last words, and where to read more."""
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from megatron_stapo.launch.tasks import LOGS_FOLDER
+
+_NUM_TAIL_LINES = 12
+
+# What torch puts before the lines of a rank's traceback, and vLLM before its processes' lines.
+_PREFIX = re.compile(r"^(\[rank\d+\]: ?|\([^)]* pid=\d+\) (ERROR \S+ \S+ \[[^]]*\] ?)?)")
+
+# One entry of torchrun 2.13's closing table of failed ranks.
+_TORCHRUN_FAILURE = re.compile(
+    r"^  rank +: (?P<rank>\d+) .*\n  exitcode +: (?P<exit_code>-?\d+) ", re.MULTILINE
+)
+
+
+def describe_failure(
+    outcome: dict[str, dict[str, Any]] | None, experiment_exit_code: int | None, run_dir: Path
+) -> tuple[str, str]:
+    """Find out what ended the run.
+
+    Args:
+        outcome: the tasks that ended unasked, as `launch.local` wrote it; None where it did not.
+        experiment_exit_code: of the process of `launch.local`.
+        run_dir: the run folder with the logs.
+
+    Returns:
+        The reason in one line, and the last lines of the log with its path.
+    """
+    logs = run_dir / LOGS_FOLDER
+    if not outcome:
+        what, log = f"NeMo-Run {_describe_exit(experiment_exit_code)}", logs / "nemo_run.log"
+    elif "engine" in outcome:
+        # Also when the trainer ended in the same moment: it cannot end the engine, only miss it.
+        exit_code = outcome["engine"]["exit_code"]
+        what, log = f"the rollout engine {_describe_exit(exit_code)}", logs / "engine.log"
+    else:
+        what, log = _describe_trainer(outcome["trainer"]["exit_code"], logs)
+    lines = _read_lines(log)
+    errors = _find_errors(lines)
+    # The engine's processes share a log, and the cause comes first, then who missed the process. A
+    # rank has its own, and raises last what it wants read.
+    error = errors[0 if log.name == "engine.log" else -1] if errors else ""
+    reason = f"{what}: {error}" if error else f"{what}."
+    tail = [f"  {line[:200]}" for line in lines[-_NUM_TAIL_LINES:]] or ["  (the log is empty)"]
+    return reason, "\n".join([f"last lines of {log}:", *tail])
+
+
+def _describe_trainer(exit_code: int, logs: Path) -> tuple[str, Path]:
+    """Name the rank that failed first, or torchrun where it did not live to tell."""
+    torchrun_log = logs / "torchrun.log"
+    failures = [
+        (int(match["rank"]), int(match["exit_code"]))
+        for match in _TORCHRUN_FAILURE.finditer("\n".join(_read_lines(torchrun_log)))
+    ]
+    if not failures:
+        what = f"torchrun, the parent of the trainer's ranks, {_describe_exit(exit_code)}"
+        return what, torchrun_log
+    # torchrun stops the other ranks with SIGTERM. Where several ranks failed by themselves, the
+    # later ones lost their peer, and their logs end after the first one's.
+    failed = [failure for failure in failures if failure[1] != -signal.SIGTERM] or failures
+    rank, exit_code = min(
+        failed, key=lambda failure: (logs / f"trainer_rank{failure[0]}.log").stat().st_mtime_ns
+    )
+    return f"trainer rank {rank} {_describe_exit(exit_code)}", logs / f"trainer_rank{rank}.log"
+
+
+def _describe_exit(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def _read_lines(log: Path) -> list[str]:
+    """Lines with something on them."""
+    if not log.exists():
+        return []
+    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+
+
+def _find_errors(lines: list[str]) -> list[str]:
+    """Of every traceback the line that names the exception, the first that is not indented."""
+    errors = []
+    in_traceback = False
+    for line in (_PREFIX.sub("", line) for line in lines):
+        if line.startswith("Traceback (most recent call last)"):
+            in_traceback = True
+        elif in_traceback and line and not line.startswith(" "):
+            errors.append(line)
+            in_traceback = False
+    return errors

@@ -1,0 +1,145 @@
+"""Watches a run from start to end, and ends it whole: one outcome, one message, no process left.
+
+Two processes share the work. This one, the launcher, has the console and the run folder; its child
+(`launch.local`) has NeMo-Run and the tasks. Both adopt orphans, and each ends the run when the
+other is gone, so that SIGKILL of either, of torchrun or of a server leaves nothing behind.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_stapo.config import Config, to_dict
+from megatron_stapo.launch.failure import describe_failure
+from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
+from megatron_stapo.launch.run_folder import claim_run_folder
+from megatron_stapo.launch.tasks import LOGS_FOLDER, OUTCOME_FILE, Task
+from megatron_stapo.observability.progress import ProgressPrinter
+from megatron_stapo.observability.summary import format_summary, write_summary
+
+_POLL_S = 0.2
+# NeMo-Run gives each of two tasks ten seconds between SIGTERM and SIGKILL.
+_STOP_TIMEOUT_S = 30.0
+
+
+def launch(config: Config, tasks: Sequence[Task]) -> int:
+    """Run the tasks, show their progress, write the summary.
+
+    Args:
+        config: saved as config.json in its run folder, where the tasks read it.
+        tasks: of `build_tasks`; the run succeeds when the one named trainer does.
+
+    Returns:
+        Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM.
+
+    Raises:
+        ValueError: the run folder is in use, or not a run's. Nothing was started.
+    """
+    run_dir = Path(config.run_dir)
+    with claim_run_folder(run_dir) as lock, _record_signals() as received:
+        (run_dir / LOGS_FOLDER).mkdir()
+        (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        start_s = time.monotonic()
+        progress = ProgressPrinter(run_dir, config.num_steps)
+        names = " and ".join(
+            f"{task.name} (ranks: {task.num_ranks})" if task.num_ranks else task.name
+            for task in tasks
+        )
+        print(f"starting {names}; logs in {run_dir / LOGS_FOLDER}/", flush=True)
+        experiment_exit_code = _run_experiment(tasks, run_dir, lock, received, progress)
+        outcome = _read_outcome(run_dir)
+
+        status: Literal["finished", "failed", "interrupted"]
+        if outcome and outcome.get("trainer", {}).get("state") == "SUCCEEDED":
+            status, reason, exit_code = "finished", "", 0
+        elif received:
+            name = signal.Signals(received[0]).name
+            status, reason, exit_code = "interrupted", f"stopped by {name}.", 128 + received[0]
+            print(f"stapo: {reason}", file=sys.stderr)
+        else:
+            status, exit_code = "failed", 1
+            reason, details = describe_failure(outcome, experiment_exit_code, run_dir)
+            print(f"stapo: error: {reason}\n{details}", file=sys.stderr)
+        summary = write_summary(
+            run_dir,
+            status=status,
+            reason=reason,
+            num_steps=config.num_steps,
+            total_s=time.monotonic() - start_s,
+        )
+        print(format_summary(summary), flush=True)
+    return exit_code
+
+
+@contextmanager
+def _record_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list, so that they end the run in order and not anywhere."""
+    received: list[int] = []
+    previous = {
+        signum: signal.signal(signum, lambda signum, frame: received.append(signum))
+        for signum in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _run_experiment(
+    tasks: Sequence[Task],
+    run_dir: Path,
+    lock: int,
+    received: Sequence[int],
+    progress: ProgressPrinter,
+) -> int:
+    """Run the experiment's process to its end, or to the end that a signal asks for.
+
+    Returns:
+        Its exit code. No process of the run is left.
+    """
+    adopt_orphans()
+    home = run_dir / "nemo_run"
+    with open(run_dir / LOGS_FOLDER / "nemo_run.log", "wb") as log:
+        # A session of its own keeps the terminal's Ctrl-C from it: the launcher decides.
+        # With the lock's descriptor, the folder stays claimed until both processes are gone.
+        experiment = subprocess.Popen(
+            [sys.executable, "-m", "megatron_stapo.launch.local", str(run_dir), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"NEMORUN_HOME": str(home.absolute())},
+            start_new_session=True,
+            pass_fds=[lock],
+        )
+    try:
+        with experiment.stdin as stdin:  # type: ignore[union-attr]
+            stdin.write(json.dumps([dataclasses.asdict(task) for task in tasks]).encode())
+        while experiment.poll() is None and not received:
+            progress.print_new()
+            time.sleep(_POLL_S)
+        if experiment.poll() is None:
+            print("stopping; a second signal stops at once", flush=True)
+            experiment.terminate()
+            deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+            while (
+                experiment.poll() is None and len(received) == 1 and time.monotonic() < deadline_s
+            ):
+                time.sleep(_POLL_S)
+        progress.print_new()
+    finally:
+        kill_descendants()
+    return experiment.wait()
+
+
+def _read_outcome(run_dir: Path) -> dict[str, dict[str, Any]] | None:
+    path = run_dir / OUTCOME_FILE
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,79 @@
+"""What a run starts: the trainer's ranks, and the rollout engine beside them."""
+
+import shlex
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_stapo.config import Config
+from megatron_stapo.rollout.vllm_server import build_server_arguments, build_server_environment
+
+LOGS_FOLDER = "logs"
+OUTCOME_FILE = "nemo_run/outcome.json"
+"""Task -> state and exit code, of the tasks that ended unasked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One command of a run."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str]
+    """Set on top of the launcher's environment."""
+    num_ranks: int = 0
+    """Number of copies that torchrun starts; 0 runs the command once, without torchrun."""
+
+
+def build_tasks(config: Config) -> list[Task]:
+    """The run's commands, in the order in which they start.
+
+    They read the config from the run folder and paths from the launcher's working directory.
+    """
+    trainer_argv = [sys.executable, "-m", "megatron_stapo.train", "--run-dir", config.run_dir]
+    tasks = []
+    if config.rollout.engine == "vllm":
+        host, port = "127.0.0.1", find_free_port()
+        tasks.append(
+            Task(
+                name="engine",
+                argv=[sys.executable, *build_server_arguments(config, host, port)],
+                env=build_server_environment(config),
+            )
+        )
+        trainer_argv += ["--engine-url", f"http://{host}:{port}"]
+    env = {
+        # A rank is one thread of compute: several ranks share the cores of a CPU.
+        "OMP_NUM_THREADS": "1",
+        # Every rank is on this machine. Gloo would look up the host's name, which may not resolve.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if config.parallel.device == "cuda":
+        # Megatron's overlap of communication and compute relies on one hardware queue.
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    num_ranks = config.parallel.world_size
+    tasks.append(Task(name="trainer", argv=trainer_argv, env=env, num_ranks=num_ranks))
+    return tasks
+
+
+def find_free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def build_script(run_dir: Path, task: Task) -> str:
+    """The shell script that becomes the task's command, both its streams in a log file of its own.
+
+    The file is logs/NAME.log, or logs/NAME_rankN.log for each rank. The script is complete, so that
+    a person can run it again by hand.
+    """
+    name = f"{task.name}_rank${{RANK}}" if task.num_ranks else task.name
+    folder = shlex.quote(str(run_dir.absolute() / LOGS_FOLDER))
+    lines = [f'exec >{folder}/"{name}.log" 2>&1']
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in task.env.items()]
+    # exec keeps the process id, which is what torchrun and NeMo-Run signal.
+    lines.append(f"exec {shlex.join(task.argv)}")
+    return "\n".join(lines) + "\n"

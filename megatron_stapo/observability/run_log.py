@@ -1,0 +1,71 @@
+"""What a run records: `metrics.jsonl` and TensorBoard scalars, written by trainer rank 0 alone.
+
+metrics.jsonl is the record; the summary, the curves and the console are derived from it. A line is
+whole once it ends in a newline, and flushed at once, so that it survives the process and another
+process may follow the file. A line holds "step" or "event", never both.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class RunLog:
+    """Appends a run's steps and events to its folder."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        """Open the files of the run folder, which exists."""
+        # Imported here because it brings torch, which the readers of a run do without.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._file = open(Path(run_dir) / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
+        self._tensorboard = SummaryWriter(str(Path(run_dir) / TENSORBOARD_FOLDER))
+
+    def log_step(
+        self, step: int, metrics: dict[str, float | None], seconds: dict[str, float]
+    ) -> None:
+        """Record a finished step.
+
+        Args:
+            step: number of completed steps, from 1.
+            metrics: name -> value; a value that is None or not finite is recorded as null.
+            seconds: phase of the step -> seconds.
+        """
+        self._write({"step": step, "time": time.time(), "metrics": metrics, "seconds": seconds})
+        for tag, values in (("step", metrics), ("seconds", seconds)):
+            for name, value in values.items():
+                if value is not None and math.isfinite(value):
+                    self._tensorboard.add_scalar(f"{tag}/{name}", value, step)
+        self._tensorboard.flush()
+
+    def log_event(self, name: str, **values: Any) -> None:
+        """Record something that happens once: a phase that begins, or a result of the whole run.
+
+        `accuracy_before` and `accuracy_after` carry the held-out accuracy as `value`; the console
+        shows every other event by its name and values.
+        """
+        self._write({"event": name, "time": time.time(), **values})
+
+    def close(self) -> None:
+        """Close both records."""
+        self._file.close()
+        self._tensorboard.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        # One write per line: a reader sees a prefix of the file, never two halves mixed.
+        self._file.write(json.dumps(_replace_non_finite(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _replace_non_finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null takes their place."""
+    if isinstance(value, dict):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,107 @@
+"""The end of a run in numbers: summary.json and the closing lines, derived from metrics.jsonl.
+
+Serves a run that finished, failed or was interrupted alike, down to one without a single step.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_stapo.observability.curves import CURVES_FILE, draw_curves
+from megatron_stapo.observability.progress import PHASES, MetricsFollower
+from megatron_stapo.observability.run_log import METRICS_FILE, TENSORBOARD_FOLDER
+
+SUMMARY_FILE = "summary.json"
+
+
+def write_summary(
+    run_dir: str | Path,
+    *,
+    status: Literal["finished", "failed", "interrupted"],
+    reason: str,
+    num_steps: int,
+    total_s: float,
+) -> dict[str, Any]:
+    """Write summary.json and curves.png into the run folder.
+
+    Args:
+        run_dir: folder of the run.
+        status: how it ended.
+        reason: why it did not finish; empty where it did.
+        num_steps: steps the run was asked for.
+        total_s: seconds from the first process to the last.
+
+    Returns:
+        What summary.json holds.
+    """
+    run_dir = Path(run_dir)
+    records = MetricsFollower(run_dir).read_new()
+    steps = [record for record in records if "step" in record]
+    num_response_tokens = _sum(steps, "num_response_tokens")
+    num_masked = _sum(steps, "num_masked")
+    gaps = [gap for step in steps if (gap := step["metrics"].get("logprob_gap_max")) is not None]
+    summary = {
+        "status": status,
+        "reason": reason,
+        "num_steps": num_steps,
+        "num_steps_completed": len(steps),
+        "accuracy_before": _find_event_value(records, "accuracy_before"),
+        "accuracy_after": _find_event_value(records, "accuracy_after"),
+        "logprob_gap_max": max(gaps, default=None),
+        "num_response_tokens": num_response_tokens,
+        "num_candidates": _sum(steps, "num_candidates"),
+        "num_masked": num_masked,
+        # Over the run's response tokens, not the mean of the steps' shares.
+        "masked_frac": num_masked / num_response_tokens if num_response_tokens else None,
+        "seconds": {
+            phase: round(sum(step["seconds"].get(phase) or 0.0 for step in steps), 3)
+            for phase in PHASES
+        },
+        "total_s": round(total_s, 3),
+        "paths": {
+            "metrics": str(run_dir / METRICS_FILE),
+            "tensorboard": str(run_dir / TENSORBOARD_FOLDER),
+            "curves": str(run_dir / CURVES_FILE),
+            "config": str(run_dir / "config.json"),
+            "logs": str(run_dir / "logs"),
+        },
+    }
+    draw_curves(records, run_dir / CURVES_FILE)
+    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    """The closing lines of the console."""
+    paths = summary["paths"]
+    run_dir = Path(paths["curves"]).parent
+    seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in summary["seconds"].items())
+    return "\n".join(
+        [
+            f"{summary['status']} after {summary['num_steps_completed']} of "
+            f"{summary['num_steps']} steps in {summary['total_s']:.0f} s",
+            f"  held-out accuracy     before {_format(summary['accuracy_before'], '.4f')}, "
+            f"after {_format(summary['accuracy_after'], '.4f')}",
+            f"  tokens masked by S2T  {summary['num_masked']:,.0f} of "
+            f"{summary['num_response_tokens']:,.0f} ({_format(summary['masked_frac'], '.4%')}), "
+            f"from {summary['num_candidates']:,.0f} candidates",
+            f"  largest log-prob gap  {_format(summary['logprob_gap_max'], '.2e')} nats, "
+            "trainer against rollout",
+            f"  seconds by phase      {seconds}",
+            f"  curves and summary    {paths['curves']}, {run_dir / SUMMARY_FILE}",
+            f"  record and logs       {paths['metrics']}, {paths['tensorboard']}/, "
+            f"{paths['logs']}/",
+        ]
+    )
+
+
+def _sum(steps: list[dict[str, Any]], name: str) -> float:
+    return sum(step["metrics"].get(name) or 0 for step in steps)
+
+
+def _find_event_value(records: list[dict[str, Any]], name: str) -> float | None:
+    return next((record["value"] for record in records if record.get("event") == name), None)
+
+
+def _format(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -1,0 +1,97 @@
+"""Which rank is to blame, from torchrun's table and the ranks' logs; real failures: test_launch."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_stapo.launch.failure import describe_failure
+
+TRACEBACK = """Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    main()
+ZeroDivisionError: first
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 2, in <module>
+    main()
+{error}
+[W1202 09:00:00 process_group.cpp] a warning at exit
+"""
+TRAINER_FAILED = {"trainer": {"state": "FAILED", "exit_code": 1}}
+
+
+def format_torchrun_entry(rank: int, exit_code: int) -> str:
+    return (
+        f"[{rank}]:\n  time      : 2026-12-02_09:04:21\n  host      : localhost\n"
+        f"  rank      : {rank} (local_rank: {rank})\n"
+        f"  exitcode  : {exit_code} (pid: 13954)\n  error_file: <N/A>\n"
+    )
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """Logs of three ranks that end in the order 2, 0, 1, each with its own exception."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for age, rank in enumerate((1, 0, 2)):
+        text = TRACEBACK.format(error=f"ValueError: rank {rank}")
+        log = logs / f"trainer_rank{rank}.log"
+        log.write_text("".join(f"[rank{rank}]: {line}\n" for line in text.splitlines()))
+        os.utime(log, (1000 - age, 1000 - age))
+    return logs
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "reason"),
+    [
+        ({1: 1}, "trainer rank 1 ended with exit code 1: ValueError: rank 1"),
+        # torchrun stops the others, whose logs may be older.
+        ({0: -15, 1: 1, 2: -15}, "trainer rank 1 ended with exit code 1: ValueError: rank 1"),
+        # Rank 1 lost its peer: the log that ended first tells why.
+        ({0: 1, 1: 1}, "trainer rank 0 ended with exit code 1: ValueError: rank 0"),
+        ({0: 1, 1: 1, 2: -6}, "trainer rank 2 was killed by SIGABRT: ValueError: rank 2"),
+        ({1: -15}, "trainer rank 1 was killed by SIGTERM: ValueError: rank 1"),
+    ],
+)
+def test_the_first_rank_to_fail_is_named(
+    logs: Path, exit_codes: dict[int, int], reason: str
+) -> None:
+    entries = [format_torchrun_entry(*item) for item in exit_codes.items()]
+    (logs / "torchrun.log").write_text("Failures:\n" + "".join(entries))
+    found, details = describe_failure(TRAINER_FAILED, 0, logs.parent)
+    assert found == reason
+    assert details.endswith("a warning at exit")
+
+
+def test_an_engine_that_ended_is_the_cause_even_if_the_trainer_ended_too(logs: Path) -> None:
+    (logs / "engine.log").write_text("loading\n\nout of memory\n")
+    outcome = TRAINER_FAILED | {"engine": {"state": "FAILED", "exit_code": 3}}
+    found, details = describe_failure(outcome, 0, logs.parent)
+    assert found == "the rollout engine ended with exit code 3."
+    assert details.splitlines() == [
+        f"last lines of {logs}/engine.log:",
+        "  loading",
+        "  out of memory",
+    ]
+
+
+def test_the_engine_failed_of_what_it_logged_first(logs: Path) -> None:
+    core = "(EngineCore_DP0 pid=8) ERROR 12-02 09:40:20 [core.py:1] "
+    server = "(APIServer pid=7) "
+    (logs / "engine.log").write_text(
+        f"{core}Traceback (most recent call last):\n{core}  File x\n{core}MemoryError: no room\n"
+        f"{server}Traceback (most recent call last):\n{server}RuntimeError: core\n"
+    )
+    outcome = {"engine": {"state": "FAILED", "exit_code": 1}}
+    found, _ = describe_failure(outcome, 0, logs.parent)
+    assert found == "the rollout engine ended with exit code 1: MemoryError: no room"
+
+
+def test_a_process_that_wrote_no_log_is_named_all_the_same(logs: Path) -> None:
+    assert describe_failure(None, -9, logs.parent) == (
+        "NeMo-Run was killed by SIGKILL.",
+        f"last lines of {logs}/nemo_run.log:\n  (the log is empty)",
+    )

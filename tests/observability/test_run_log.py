@@ -1,0 +1,48 @@
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def run_log(tmp_path: Path):
+    from megatron_stapo.observability import RunLog
+
+    run_log = RunLog(tmp_path)
+    yield run_log
+    run_log.close()
+
+
+def read_lines(run_dir: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_lines_are_on_disk_at_once_and_non_finite_values_are_null(run_log, tmp_path: Path) -> None:
+    run_log.log_event("accuracy_before", value=0.25)
+    metrics = {"loss": 0.5, "entropy_threshold": float("nan"), "ratio_max": float("inf")}
+    run_log.log_step(1, metrics | {"absent": None}, {"rollout": 2.0})
+    event, step = read_lines(tmp_path)
+    assert (event["event"], event["value"]) == ("accuracy_before", 0.25)
+    assert step["step"] == 1 and step["seconds"] == {"rollout": 2.0}
+    assert step["metrics"] == {
+        "loss": 0.5,
+        "entropy_threshold": None,
+        "ratio_max": None,
+        "absent": None,
+    }
+
+
+def test_tensorboard_has_the_finite_values(run_log, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for step in (1, 2):
+        metrics = {"loss": float(step), "ratio_max": float("nan")}
+        run_log.log_step(step, metrics, {"rollout": 2.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["seconds/rollout", "step/loss"]
+    assert [(e.step, e.value) for e in events.Scalars("step/loss")] == [(1, 1.0), (2, 2.0)]
