@@ -1,4 +1,8 @@
-"""Responses out: one `Engine` protocol, one file per inference engine."""
+"""Responses out: one `Engine` protocol, one file per inference engine.
+
+Every response is a function of the weights and of `compute_request_seed`, never of the order of
+calls or of what is sampled beside it.
+"""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -11,15 +15,18 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """An inference engine as rank 0 of the trainer sees it."""
+    """An inference engine as rank 0 of the trainer sees it.
+
+    It starts with the weights of model.path, as policy version 0.
+    """
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, max_response_tokens: int
     ) -> list[RolloutGroup]:
         """Sample num_samples responses per prompt from the current weights, in the prompts' order.
 
-        The same weights, policy version and prompt id give the same seeds whatever the order of the
-        calls.
+        A response ends with the first stop token, or after max_response_tokens. Sample i of a
+        prompt is seeded with `compute_request_seed` plus i.
 
         Raises:
             RuntimeError: the engine died, timed out, or returned something malformed.
@@ -32,9 +39,14 @@ class Engine(Protocol):
         """Replace all weights and stamp later rollouts with policy_version.
 
         Args:
-            named_tensors: Hugging Face names and full tensors, each yielded once. Consumed lazily,
-                so that no more than one bucket of the model is held at a time.
+            named_tensors: Hugging Face names and full tensors, each yielded once; without the head
+                where it is tied to the embedding. Consumed to its end, and lazily, so that no more
+                than one bucket of the model is held at a time.
             policy_version: number of completed steps of the new weights.
+
+        Raises:
+            RuntimeError: a tensor is missing, unknown, repeated or misshapen, or the engine died or
+                timed out. The engine cannot be used afterwards.
         """
         ...
 
@@ -43,11 +55,11 @@ class Engine(Protocol):
         ...
 
 
-def compute_request_seed(seed: int, policy_version: int, prompt_id: int, sample: int) -> int:
-    """Derive a request's sampling seed from what identifies it, not from the order of calls.
+def compute_request_seed(seed: int, policy_version: int, prompt_id: int) -> int:
+    """Derive the seed of a prompt's samples from what identifies them, not from the order of calls.
 
     Returns:
-        An integer in [0, 2**31).
+        An integer in [0, 2**31); sample i of the prompt uses it plus i.
     """
-    key = f"{seed}/{policy_version}/{prompt_id}/{sample}".encode()
+    key = f"{seed}/{policy_version}/{prompt_id}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1

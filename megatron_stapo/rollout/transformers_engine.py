@@ -1,0 +1,150 @@
+"""Samples inside the trainer's rank 0 with transformers: for tests, and where vLLM has no build.
+
+A sample draws from a random stream of its own, so that the batch it is in does not change it. The B
+rows of a batch are prompts of unlike lengths, padded on the left.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_stapo.config import Config
+from megatron_stapo.rollout import compute_request_seed
+from megatron_stapo.rollout.weight_transfer import Checklist
+from megatron_stapo.types import Prompt, Rollout, RolloutGroup
+
+
+class TransformersEngine:
+    """A second copy of the model, on the trainer's device."""
+
+    def __init__(self, config: Config, stop_token_ids: Sequence[int]) -> None:
+        """Load model.path.
+
+        Args:
+            config: of the run.
+            stop_token_ids: tokens that end a response.
+        """
+        self._config = config
+        self._device = torch.device(config.parallel.device)
+        self._stop_token_ids = torch.tensor(stop_token_ids, device=self._device)
+        self._policy_version = 0
+        self._model = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=getattr(torch, config.model.dtype)
+        )
+        self._model.to(self._device).eval()
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, max_response_tokens: int
+    ) -> list[RolloutGroup]:
+        """See `Engine`. At most rollout.max_num_seqs rows are sampled at a time."""
+        rows = [
+            (
+                prompt.token_ids,
+                compute_request_seed(self._config.seed, self._policy_version, prompt.prompt_id) + i,
+            )
+            for prompt in prompts
+            for i in range(num_samples)
+        ]
+        rollouts: list[Rollout] = []
+        max_num_seqs = self._config.rollout.max_num_seqs
+        for start in range(0, len(rows), max_num_seqs):
+            rollouts += self._sample(rows[start : start + max_num_seqs], max_response_tokens)
+        return [
+            RolloutGroup(prompt=prompt, rollouts=rollouts[i * num_samples : (i + 1) * num_samples])
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """See `Engine`."""
+        # A tied head is no parameter of its own here.
+        parameters = dict(self._model.named_parameters())
+        checklist = Checklist({name: p.shape for name, p in parameters.items()})
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                checklist.take(name, tensor.shape)
+                parameters[name].copy_(tensor)
+        checklist.check_complete()
+        self._policy_version = policy_version
+
+    def close(self) -> None:
+        """Nothing is held outside the process."""
+
+    @torch.no_grad()
+    def _sample(self, rows: list[tuple[list[int], int]], max_response_tokens: int) -> list[Rollout]:
+        """Sample one response per (prompt, seed) until every row has ended."""
+        num_prompt_tokens = max(len(prompt) for prompt, _ in rows)
+        padding = [num_prompt_tokens - len(prompt) for prompt, _ in rows]
+        token_ids = torch.tensor(
+            [[0] * pad + prompt for pad, (prompt, _) in zip(padding, rows, strict=True)],
+            device=self._device,
+        )
+        attention_mask = torch.tensor(
+            [[0] * pad + [1] * (num_prompt_tokens - pad) for pad in padding], device=self._device
+        )
+        position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        uniforms = torch.stack(
+            [
+                torch.rand(
+                    max_response_tokens,
+                    dtype=torch.float64,
+                    generator=torch.Generator().manual_seed(seed),
+                )
+                for _, seed in rows
+            ]
+        ).to(self._device)
+        is_open_B = torch.ones(len(rows), dtype=torch.bool, device=self._device)
+        cache = None
+        steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        while is_open_B.any() and len(steps) < max_response_tokens:
+            output = self._model(
+                input_ids=token_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            logits_BV = output.logits[:, -1].float() / self._config.rollout.temperature
+            logprobs_BV = logits_BV.log_softmax(-1)
+            sampled_B = draw_tokens(logprobs_BV, uniforms[:, len(steps)])
+            steps.append((sampled_B, logprobs_BV.gather(-1, sampled_B[:, None])[:, 0]))
+            is_open_B &= ~torch.isin(sampled_B, self._stop_token_ids)
+            token_ids = sampled_B[:, None]
+            attention_mask = torch.cat([attention_mask, torch.ones_like(token_ids)], dim=1)
+            position_ids = position_ids[:, -1:] + 1
+        sampled, logprobs = (torch.stack(stream, dim=1) for stream in zip(*steps, strict=True))
+        is_stop = torch.isin(sampled, self._stop_token_ids)
+        return [
+            self._cut(*row) for row in zip(sampled.tolist(), logprobs.tolist(), is_stop.tolist())
+        ]
+
+    def _cut(self, token_ids: list[int], logprobs: list[float], is_stop: list[bool]) -> Rollout:
+        """Drop what was sampled after a row's first stop token, while others went on."""
+        length = is_stop.index(True) + 1 if any(is_stop) else len(token_ids)
+        return Rollout(
+            token_ids=token_ids[:length],
+            rollout_logprobs=logprobs[:length],
+            finish_reason="stop" if any(is_stop) else "length",
+            policy_version=self._policy_version,
+        )
+
+
+def draw_tokens(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Sample by inverting the cumulative distribution.
+
+    Args:
+        logprobs_BV: [B, V] fp32, nats, normalized.
+        uniform_B: [B] fp64 in [0, 1).
+
+    Returns:
+        [B] int64. The first token at which the cumulative probability, summed in fp64 in the order
+        of the ids, exceeds the uniform number.
+    """
+    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+    # The sum of all is 1 only nearly.
+    threshold_B = uniform_B * cumulative_BV[:, -1]
+    return torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)[:, 0]

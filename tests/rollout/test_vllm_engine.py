@@ -1,0 +1,301 @@
+"""What the client refuses. That it works is shown against a real server, in tests/integration."""
+
+import copy
+import json
+import threading
+import time
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_stapo.rollout.vllm_engine import VllmEngine, parse_choices
+from megatron_stapo.rollout.weight_transfer import connect
+from megatron_stapo.types import Prompt
+from tests.workers import build_config
+
+STOP = 1
+MAX_TOKENS = 3
+PROMPTS = [Prompt(prompt_id=i, problem="", answer="", token_ids=[5, 6]) for i in (7, 8)]
+
+
+def build_choice(index=0, token_ids=(4, 9, STOP), finish_reason="stop"):
+    return {
+        "index": index,
+        "token_ids": list(token_ids),
+        "logprobs": {"content": [{"token_id": t, "logprob": -0.5} for t in token_ids]},
+        "finish_reason": finish_reason,
+        "weight_versions": [{"version": "default", "start": 0, "end": len(token_ids)}],
+    }
+
+
+def parse(choices):
+    return parse_choices(
+        choices,
+        num_samples=2,
+        max_response_tokens=MAX_TOKENS,
+        vocab_size=10,
+        stop_token_ids=[STOP, 2],
+        server_version="default",
+        policy_version=4,
+    )
+
+
+def test_good_choices_become_rollouts():
+    ended, cut = parse([build_choice(), build_choice(1, [4, 9, 8], "length")])
+    assert ended.token_ids == [4, 9, STOP]
+    assert ended.rollout_logprobs == [-0.5] * 3
+    assert [ended.finish_reason, cut.finish_reason] == ["stop", "length"]
+    assert ended.policy_version == cut.policy_version == 4
+
+
+def drop_last_logprob(choice):
+    choice["logprobs"]["content"].pop()
+
+
+def swap_logprobs(choice):
+    choice["logprobs"]["content"].reverse()
+
+
+def set_logprob(value):
+    def change(choice):
+        choice["logprobs"]["content"][1]["logprob"] = value
+
+    return change
+
+
+def set_token(value):
+    def change(choice):
+        choice["token_ids"][1] = choice["logprobs"]["content"][1]["token_id"] = value
+
+    return change
+
+
+def set_field(field, value):
+    def change(choice):
+        choice[field] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_last_logprob, "sample 1: logprobs: 2 entries do not belong to the 3 tokens"),
+        (swap_logprobs, "sample 1: logprobs: 3 entries do not belong"),
+        (set_logprob(-9999.0), "sample 1: logprobs: a value that is no log-probability"),
+        (set_logprob(float("nan")), "no log-probability"),
+        (set_logprob(0.1), "no log-probability"),
+        (set_token(10), "sample 1: token_ids: an id outside the vocabulary of 10"),
+        (set_token(-1), "outside the vocabulary"),
+        (set_token(4.0), "outside the vocabulary"),
+        (set_field("index", 0), "sample 1: index: 0"),
+        (set_field("finish_reason", "abort"), "sample 1: finish_reason: 'abort'"),
+        (set_field("finish_reason", "length"), "sample 1: token_ids: finish_reason is length"),
+        (set_field("weight_versions", [{"version": "3"}]), "weight_versions: sampled by weights"),
+        (set_field("weight_versions", []), "weight_versions"),
+    ],
+)
+def test_a_malformed_sample_is_refused(change, message):
+    choices = [build_choice(0), build_choice(1)]
+    change(choices[1])
+    with pytest.raises(ValueError, match=message):
+        parse(choices)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "finish_reason", "message"),
+    [
+        ([4, 9], "stop", "not after a stop token"),
+        ([], "stop", "not after a stop token"),
+        ([4, 9], "length", "length after 2 of 3 tokens"),
+        ([4, 9, 9, 9], "length", "length after 4 of 3 tokens"),
+        ([4, 9, STOP], "length", "length after 3 of 3 tokens"),
+    ],
+)
+def test_a_response_must_end_as_it_says(token_ids, finish_reason, message):
+    with pytest.raises(ValueError, match=message):
+        parse([build_choice(0, token_ids, finish_reason), build_choice(1)])
+
+
+@pytest.mark.parametrize("field", ["token_ids", "logprobs", "finish_reason", "weight_versions"])
+def test_a_missing_field_is_named(field):
+    choices = [build_choice(0), build_choice(1)]
+    del choices[0][field]
+    with pytest.raises(KeyError, match=field):
+        parse(choices)
+
+
+def test_missing_samples_are_refused():
+    with pytest.raises(ValueError, match="choices: 1 samples, 2 were asked for"):
+        parse([build_choice()])
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers every path with 200 and {}; `answers` maps a path to a function of the request."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.answers = {}
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.closing = threading.Event()
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    def answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        function = self.server.answers.get(self.path, lambda request: (200, b"{}"))
+        status, answer = function(json.loads(body) if body else None)
+        if status is None:
+            return
+        self.send_response(status)
+        self.end_headers()
+        # The client leaves at the first of several bad answers.
+        with suppress(BrokenPipeError):
+            self.wfile.write(answer)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with FakeServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.closing.set()
+        server.shutdown()
+        thread.join()
+
+
+def build_engine(tmp_path, url, **changes):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
+    config = build_config(tmp_path, rollout__request_timeout_s=1, **changes)
+    return VllmEngine(config, url, [STOP, 2])
+
+
+@pytest.fixture
+def engine(server, tmp_path):
+    engine = build_engine(tmp_path, server.url)
+    yield engine
+    engine.close()
+
+
+GENERATE = "/inference/v1/generate"
+
+
+def generate(engine):
+    return engine.generate(PROMPTS, 2, MAX_TOKENS)
+
+
+def answer_well(request):
+    choices = [build_choice(i) for i in range(request["sampling_params"]["n"])]
+    return 200, json.dumps({"choices": choices}).encode()
+
+
+def test_groups_come_in_the_order_of_the_prompts_each_with_its_own_seed(server, engine):
+    requests = []
+
+    def answer(request):
+        requests.append(copy.deepcopy(request))
+        return answer_well(request)
+
+    server.answers[GENERATE] = answer
+    groups = generate(engine)
+    assert [group.prompt for group in groups] == PROMPTS
+    assert all(len(group.rollouts) == 2 for group in groups)
+    assert len({request["sampling_params"]["seed"] for request in requests}) == 2
+
+
+def test_a_server_that_never_starts_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"did not answer within rollout.start_timeout_s=0.3"):
+        # Nothing listens on the discard port.
+        build_engine(tmp_path, "http://127.0.0.1:9", rollout__start_timeout_s=0.3)
+
+
+def test_a_loading_server_is_waited_for(server, tmp_path):
+    calls = []
+
+    def answer(request):
+        calls.append(time.monotonic())
+        return (200 if len(calls) > 2 else 503), b""
+
+    server.answers["/health"] = answer
+    build_engine(tmp_path, server.url)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((500, b"EngineDeadError"), "refused .* during generate: HTTP 500, EngineDeadError"),
+        ((None, b""), "stopped answering during generate: .*see its log"),
+        ((200, b"<html>"), "stopped answering during generate: JSONDecodeError"),
+        ((200, b"[]"), "malformed answer during generate: prompt 7"),
+        ((200, b"{}"), "malformed answer during generate: prompt 7: KeyError"),
+        ((200, b'{"choices": []}'), "malformed answer during generate: prompt 7: .*0 samples"),
+    ],
+)
+def test_generate_fails_loudly(server, engine, answer, message):
+    server.answers[GENERATE] = lambda request: answer
+    with pytest.raises(RuntimeError, match=message):
+        generate(engine)
+
+
+def test_a_hanging_server_is_an_error_after_the_time_out(server, engine):
+    server.answers[GENERATE] = lambda request: (200 if server.closing.wait(20) else None, b"")
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="stopped answering during generate: TimeoutError"):
+        generate(engine)
+    assert time.monotonic() - start < 10
+
+
+def test_a_server_that_is_gone_is_an_error(server, engine):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RuntimeError, match="stopped answering during generate"):
+        generate(engine)
+
+
+@contextmanager
+def joined_worker(server):
+    """Let the fake server join the trainer's group, as a worker that receives nothing."""
+    groups = []
+
+    def join(request):
+        info = request["init_info"]
+        store = dist.TCPStore(info["host"], info["port"], is_master=False)
+        groups.append(connect(store, 1, info["world_size"], torch.device("cpu")))
+        return 200, b"{}"
+
+    server.answers["/init_weight_transfer_engine"] = join
+    yield
+    # The trainer's outstanding broadcast ends with the connection.
+    groups.clear()
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+)
+def test_a_refused_update_is_an_error_at_once(server, engine, path):
+    server.answers[path] = lambda request: (500, b"no such tensor")
+    # Nothing to send where the refusal comes later, since this worker would not receive it.
+    weights = [] if path == "/finish_weight_update" else [("w", torch.ones(1000))]
+    start = time.monotonic()
+    with joined_worker(server):
+        with pytest.raises(RuntimeError, match=f"refused {path} during .*no such tensor"):
+            engine.update_weights(weights, policy_version=1)
+        assert time.monotonic() - start < 5
+
+
+def test_an_engine_that_does_not_join_is_an_error_at_once(server, engine):
+    server.answers["/init_weight_transfer_engine"] = lambda request: (500, b"no route to host")
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"refused /init.* during update_weights.*no route"):
+        engine.update_weights([], policy_version=1)
+    assert time.monotonic() - start < 5
