@@ -3,6 +3,8 @@ UV_VERSION := 0.13.9
 BIN := .venv/bin
 PYTHON ?=
 export PYTHON
+# A run starts up to five processes that import the same large packages.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint base lock clean
 demo: base ## pre-train the tiny base, then watch it learn under STAPO

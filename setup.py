@@ -17,6 +17,7 @@ VERSIONS = {
     "datasets": "5.2.0",
     "safetensors": "0.8.0",
     "numpy": "2.3.5",
+    "aiohttp": "3.14.5",
     "psutil": "7.2.2",
     "tensorboard": "2.21.0",
     "matplotlib": "3.11.2",
@@ -45,6 +46,7 @@ setup(
         "datasets",  # data
         "safetensors",  # model
         "numpy",  # megatron-core
+        "aiohttp",  # rollout
         "psutil",  # launch: no process outlives its run
         "tensorboard",  # observability
         "matplotlib",  # observability

@@ -294,6 +294,16 @@ class Config:
             self.algorithm.num_prompts_per_minibatch,
             f"must divide rollout.num_prompts_per_step={self.rollout.num_prompts_per_step}.",
         )
+        for name, value in (
+            ("rollout.group_size", self.rollout.group_size),
+            ("evaluation.num_samples", self.evaluation.num_samples),
+        ):
+            _require(
+                value <= self.rollout.max_num_seqs,
+                name,
+                value,
+                f"exceeds rollout.max_num_seqs={self.rollout.max_num_seqs}; raise the latter.",
+            )
         _require(
             self.data.max_microbatch_tokens >= self.max_sequence_tokens,
             "data.max_microbatch_tokens",

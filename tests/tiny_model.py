@@ -60,3 +60,53 @@ def build_tokenizer(folder: Path) -> Path:
     fast.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     return folder
+
+
+def build_coin_base(folder: Path) -> Path:
+    r"""Write a model that answers \boxed{0} to \boxed{3} alike, with problems whose answer is 1.
+
+    A quarter of its answers is right and the rule is easy, so that a handful of RL steps shows.
+    """
+    import json
+
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    build_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=260,
+            hidden_size=96,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=True,
+            max_position_embeddings=256,
+        )
+    )
+    for split, problems in (("train", range(64)), ("heldout", range(100, 116))):
+        rows = ({"problem": f"Toss {i}", "answer": "1"} for i in problems)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = [
+        [
+            {"role": "user", "content": f"Toss {100 + i}"},
+            {"role": "assistant", "content": rf"\boxed{{{i % 4}}}"},
+        ]
+        for i in range(32)
+    ]
+    token_ids = torch.tensor(tokenizer.apply_chat_template(chats, return_dict=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        # Which digit follows which number is shuffled, so that there is nothing to learn of it.
+        order = torch.randperm(len(token_ids))
+        mixed = token_ids.clone()
+        mixed[:, -18:] = token_ids[order, -18:]
+        loss = model(input_ids=mixed, labels=mixed).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return folder

@@ -1,9 +1,9 @@
 """Builds the demo's base model: a small Qwen3 that solves about a third of its word problems.
 
-The folder is in Hugging Face format and complete in itself: weights, a byte-level BPE tokenizer with
-Qwen3's special tokens and chat template, and the problems that RL trains and is judged on, which
-pre-training has not seen. It is built beside its place and renamed into it, so that an interrupted
-build is never taken for a model.
+The folder is in Hugging Face format and complete in itself: weights, a byte-level BPE tokenizer
+with Qwen3's special tokens and chat template, and the problems that RL trains and is judged on,
+which pre-training has not seen. It is built beside its place and renamed into it, so that an
+interrupted build is never taken for a model.
 """
 
 import argparse
@@ -41,6 +41,9 @@ class Settings:
     max_steps: int = 800
     """Pre-training steps at most; the learning rate falls to 0 over them."""
     batch_size: int = 16
+    slip_prob: float = 0.15
+    """Probability that a step of a solution in the pre-training documents is wrong. The base then
+    knows more arithmetic than its samples show, as a base model does."""
     target_accuracy: float = 0.3
     """Pre-training stops at this share of sampled answers that are right, so that RL has both
     something to reward and something to gain."""
@@ -74,8 +77,8 @@ def main() -> None:
         print(f"{out}: built with other settings, building again")
     elif not force and out.exists() and any(out.iterdir()):
         sys.exit(
-            f"make_tiny_base: error: --out={out}: holds files but no base.json, so it is not ours to "
-            "replace; name another folder, or pass --force."
+            f"make_tiny_base: error: --out={out}: holds files but no base.json, so it is not ours "
+            "to replace; name another folder, or pass --force."
         )
     build(settings, out)
 
@@ -85,13 +88,15 @@ def build(settings: Settings, out: Path) -> None:
     start_s = time.monotonic()
     import torch
 
+    # A second thread gains a fifth on an idle machine, and loses everything on a busy one.
+    torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
 
     num_documents = settings.max_steps * settings.batch_size
-    documents = build_problems("pretrain", num_documents, settings.seed)
+    documents = build_problems("pretrain", num_documents, settings.seed, settings.slip_prob)
     tokenizer = build_tokenizer(documents, settings.vocab_size)
     model = build_model(tokenizer)
     accuracy = pretrain(model, tokenizer, documents, settings)
@@ -124,8 +129,13 @@ def build(settings: Settings, out: Path) -> None:
 
 
 def build_tokenizer(documents: list[WordProblem], vocab_size: int) -> Any:
-    """Train Qwen's kind of byte-level BPE on the documents; vocab_size counts the special tokens."""
+    """Train Qwen's kind of byte-level BPE on the documents.
+
+    Args:
+        vocab_size: tokens, the special ones included.
+    """
     from tokenizers import Tokenizer, models, trainers
+    from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
     # Qwen's normaliser, pre-tokeniser (each digit by itself) and decoder, around merges of our own.
@@ -136,8 +146,6 @@ def build_tokenizer(documents: list[WordProblem], vocab_size: int) -> Any:
         qwen.pre_tokenizer,
         qwen.decoder,
     )
-    from tokenizers.pre_tokenizers import ByteLevel
-
     bpe.train_from_iterator(
         (text for d in documents for text in (d.question, d.solution, "user\n", "assistant\n")),
         trainers.BpeTrainer(

@@ -1,7 +1,7 @@
 """Arithmetic word problems with worked solutions: the whole world of the tiny base model.
 
-Owns the templates and the splits. The split of a problem is a hash of its question, so no question is ever in
-two splits, whatever the seeds and the counts.
+Owns the templates and the splits. The split of a problem is a hash of its question, so no question
+is ever in two splits, whatever the seeds and the counts.
 """
 
 import hashlib
@@ -12,14 +12,51 @@ from dataclasses import dataclass
 MAX_VALUE = 199
 """Inclusive limit on every number, given or computed; the smallest is 0."""
 
-NAMES = tuple("Tom Ann Sam Mia Leo Zoe Ben Eva Max Amy Dan Ida Kim Joe Liz Roy".split())
-THINGS = tuple(
-    "apples pears plums lemons melons nuts eggs cups caps books pens pencils cards stamps "
-    "shells stones marbles beads buttons candles tickets flowers".split()
-)
+NAMES = [
+    "Tom",
+    "Ann",
+    "Sam",
+    "Mia",
+    "Leo",
+    "Zoe",
+    "Ben",
+    "Eva",
+    "Max",
+    "Amy",
+    "Dan",
+    "Ida",
+    "Kim",
+    "Joe",
+    "Liz",
+    "Roy",
+]
+THINGS = [
+    "apples",
+    "pears",
+    "plums",
+    "lemons",
+    "melons",
+    "nuts",
+    "eggs",
+    "cups",
+    "caps",
+    "books",
+    "pens",
+    "pencils",
+    "cards",
+    "stamps",
+    "shells",
+    "stones",
+    "marbles",
+    "beads",
+    "buttons",
+    "candles",
+    "tickets",
+    "flowers",
+]
 
 FACTORS = range(2, 10)
-ADDENDS = range(2, 21)
+ADDENDS = range(2, 13)
 """A number that any step multiplies is drawn from `FACTORS`, every other one from `ADDENDS`."""
 
 NUM_BUCKETS = 16
@@ -40,7 +77,8 @@ TEMPLATES = (
     ("{x} fills {a} bags with {b} {things} each. How many {things} does {x} have?", ("a * b",)),
     # Two steps.
     (
-        "{x} has {a} {things}, finds {b} more and gives {c} to {y}. How many {things} does {x} have left?",
+        "{x} has {a} {things}, finds {b} more and gives {c} to {y}. "
+        "How many {things} does {x} have left?",
         ("a + b", "p - c"),
     ),
     (
@@ -48,11 +86,13 @@ TEMPLATES = (
         ("a * b", "p + a"),
     ),
     (
-        "{x} fills {a} bags with {b} {things} each and gives {c} to {y}. How many {things} does {x} have left?",
+        "{x} fills {a} bags with {b} {things} each and gives {c} to {y}. "
+        "How many {things} does {x} have left?",
         ("a * b", "p - c"),
     ),
     (
-        "{x} has {a} coins and buys {b} {things} for {c} coins each. How many coins does {x} have left?",
+        "{x} has {a} coins and buys {b} {things} for {c} coins each. "
+        "How many coins does {x} have left?",
         ("b * c", "a - p"),
     ),
     # Three steps.
@@ -77,20 +117,24 @@ TEMPLATES = (
         ("a * b", "p + c", "q - d"),
     ),
 )
-"""Each question with its steps "left operator right": a to d are the numbers it gives, p, q, r the results of its
-steps in order; the last result is the answer."""
+"""Each question with its steps "left operator right": a to d are the numbers it gives, p, q, r the
+results of its steps in order; the last result is the answer."""
 
-# Several wordings for the same step give the policy something to choose that does not matter for the answer.
+# Several wordings for the same step give the policy something to choose that does not matter for
+# the answer.
 FIRST_WORDINGS = ("First, {}.", "We start with {}.", "To begin, {}.")
 NEXT_WORDINGS = ("Then {}.", "Next, {}.", "Now we have {}.")
 LAST_WORDINGS = ("So the answer is \\boxed{{{}}}.", "The answer is \\boxed{{{}}}.")
+
+SLIPS = (-10, -2, -1, 1, 2, 10)
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WordProblem:
-    """One question, the solution the base model learns to write, and the answer the reward compares with."""
+    """One question, the solution the base model learns to write, and the answer the reward compares
+    with."""
 
     question: str
     solution: str
@@ -104,41 +148,48 @@ def compute_split(question: str) -> str:
     return next(split for split, buckets in SPLIT_BUCKETS.items() if bucket in buckets)
 
 
-def build_problems(split: str, num_problems: int, seed: int) -> list[WordProblem]:
+def build_problems(
+    split: str, num_problems: int, seed: int, slip_prob: float = 0.0
+) -> list[WordProblem]:
     """Draw distinct problems of one split; the same arguments give the same list.
 
     Args:
         split: a key of `SPLIT_BUCKETS`.
         num_problems: how many; templates, and so numbers of steps, are equally likely.
         seed: any integer. Different seeds draw different problems of the same split.
+        slip_prob: probability that a step of a solution misses its result by one, two or ten; the
+            steps after it go on from there. The answer is the right one all the same.
     """
     rng = random.Random(f"{seed} {split}")
     problems: dict[str, WordProblem] = {}
     while len(problems) < num_problems:
-        problem = _draw_problem(rng)
+        problem = _draw_problem(rng, slip_prob)
         if problem is not None and compute_split(problem.question) == split:
             problems.setdefault(problem.question, problem)
     return list(problems.values())
 
 
-def _draw_problem(rng: random.Random) -> WordProblem | None:
+def _draw_problem(rng: random.Random, slip_prob: float) -> WordProblem | None:
     """Fill one random template; None where the numbers leave 0 to `MAX_VALUE`."""
     template, steps = rng.choice(TEMPLATES)
     factors = {letter for step in steps if "*" in step for letter in step}
     values = {letter: rng.choice(FACTORS if letter in factors else ADDENDS) for letter in "abcd"}
-    sentences = []
+    right = dict(values)
+    sentences: list[str] = []
     for result, step in zip("pqr", steps, strict=False):
-        left, symbol, right = step.split()
-        values[result] = OPERATORS[symbol](values[left], values[right])
+        left, symbol, right_name = step.split()
+        values[result] = OPERATORS[symbol](values[left], values[right_name])
+        right[result] = OPERATORS[symbol](right[left], right[right_name])
+        if rng.random() < slip_prob:
+            values[result] += rng.choice(SLIPS)
         if not 0 <= values[result] <= MAX_VALUE:
             return None
         wordings = NEXT_WORDINGS if sentences else FIRST_WORDINGS
-        equation = f"{values[left]}{symbol}{values[right]}={values[result]}"
+        equation = f"{values[left]}{symbol}{values[right_name]}={values[result]}"
         sentences.append(rng.choice(wordings).format(equation))
-    answer = values[result]
-    sentences.append(rng.choice(LAST_WORDINGS).format(answer))
+    sentences.append(rng.choice(LAST_WORDINGS).format(values[result]))
     x, y = rng.sample(NAMES, 2)
     question = template.format(x=x, y=y, things=rng.choice(THINGS), **values)
     return WordProblem(
-        question=question, solution=" ".join(sentences), answer=answer, num_steps=len(steps)
+        question=question, solution=" ".join(sentences), answer=right[result], num_steps=len(steps)
     )

@@ -12,6 +12,11 @@ _NUM_TAIL_LINES = 12
 # What torch puts before the lines of a rank's traceback, and vLLM before its processes' lines.
 _PREFIX = re.compile(r"^(\[rank\d+\]: ?|\([^)]* pid=\d+\) (ERROR \S+ \S+ \[[^]]*\] ?)?)")
 
+# How a rank's collective ends when another rank is gone: gloo's words and NCCL's.
+_LOST_PEER = re.compile(
+    r"gloo/transport|Connection (closed|reset) by peer|NCCL (Error|error)|remote process exited"
+)
+
 # One entry of torchrun 2.13's closing table of failed ranks.
 _TORCHRUN_FAILURE = re.compile(
     r"^  rank +: (?P<rank>\d+) .*\n  exitcode +: (?P<exit_code>-?\d+) ", re.MULTILINE
@@ -60,13 +65,26 @@ def _describe_trainer(exit_code: int, logs: Path) -> tuple[str, Path]:
     if not failures:
         what = f"torchrun, the parent of the trainer's ranks, {_describe_exit(exit_code)}"
         return what, torchrun_log
-    # torchrun stops the other ranks with SIGTERM. Where several ranks failed by themselves, the
-    # later ones lost their peer, and their logs end after the first one's.
-    failed = [failure for failure in failures if failure[1] != -signal.SIGTERM] or failures
+    # Of ranks alike in guilt, the first one's log ends before the others'.
     rank, exit_code = min(
-        failed, key=lambda failure: (logs / f"trainer_rank{failure[0]}.log").stat().st_mtime_ns
+        failures,
+        key=lambda failure: (
+            _rate_innocence(*failure, logs),
+            (logs / f"trainer_rank{failure[0]}.log").stat().st_mtime_ns,
+        ),
     )
     return f"trainer rank {rank} {_describe_exit(exit_code)}", logs / f"trainer_rank{rank}.log"
+
+
+def _rate_innocence(rank: int, exit_code: int, logs: Path) -> int:
+    """0 for a rank that failed by itself, 1 for one that torchrun stopped in its last words, 2 for
+    one that only lost a peer or was stopped."""
+    errors = _find_errors(_read_lines(logs / f"trainer_rank{rank}.log"))
+    if errors and _LOST_PEER.search(errors[-1]):
+        return 2
+    if exit_code != -signal.SIGTERM:
+        return 0
+    return 1 if errors else 2
 
 
 def _describe_exit(exit_code: int | None) -> str:

@@ -28,6 +28,7 @@ from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.rollout import compute_request_seed
 from megatron_stapo.rollout.weight_transfer import (
     TIMEOUT_S,
+    ConnectInfo,
     TransferGroup,
     broadcast,
     connect,
@@ -42,8 +43,7 @@ _CHECKPOINT_VERSION = "default"
 """vLLM's label for the weights that it loaded at its start."""
 
 _HEALTH_INTERVAL_S = 2.0
-_HEALTH_TIMEOUT_S = 30.0
-"""Of one look at the server's health; it answers between two batches of other work."""
+"""Between two looks at the server's health during a call."""
 
 
 class VllmEngine:
@@ -74,10 +74,10 @@ class VllmEngine:
         self, prompts: Sequence[Prompt], num_samples: int, max_response_tokens: int
     ) -> list[RolloutGroup]:
         """See `Engine`. One request per prompt, all at once; vLLM seeds sample i with seed + i."""
-        answers = self._post(
+        answers = self._post_all(
             "generate",
             "inference/v1/generate",
-            *(
+            [
                 {
                     "token_ids": prompt.token_ids,
                     "sampling_params": {
@@ -98,7 +98,7 @@ class VllmEngine:
                     },
                 }
                 for prompt in prompts
-            ),
+            ],
         )
         groups = []
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -182,32 +182,37 @@ class VllmEngine:
         self._store = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
         )
-        world_size = 1 + self._config.rollout.tensor_parallel_size
+        info = ConnectInfo(
+            host=host,
+            port=self._store.port,
+            world_size=1 + self._config.rollout.tensor_parallel_size,
+        )
         # With its index: a new thread has its own idea of the current GPU.
         device = torch.empty(0, device=self._config.parallel.device).device
         opened: Future[TransferGroup] = Future()
 
         def wait_for_workers() -> None:
             try:
-                opened.set_result(connect(self._store, 0, world_size, device))
+                opened.set_result(connect(self._store, 0, info.world_size, device))
             except Exception as error:
                 opened.set_exception(error)
 
         # A daemon, so that the trainer can end while it waits for workers that never come.
         threading.Thread(target=wait_for_workers, daemon=True).start()
-        info = {"host": host, "port": self._store.port, "world_size": world_size}
-        self._post("update_weights", "init_weight_transfer_engine", {"init_info": info})
+        self._post("update_weights", "init_weight_transfer_engine", {"init_info": asdict(info)})
         return opened.result()
 
-    def _post(self, doing: str, path: str, *payloads: Any) -> list[Any]:
-        """POST the payloads side by side, or one empty one, and return the answers in order.
+    def _post(self, doing: str, path: str, payload: Any = None) -> Any:
+        return self._post_all(doing, path, [payload])[0]
+
+    def _post_all(self, doing: str, path: str, payloads: Collection[Any]) -> list[Any]:
+        """POST the payloads side by side and return the answers in their order.
 
         Raises:
             RuntimeError: no answer, or an error; says what the trainer was doing.
         """
-        timeout_s = self._config.rollout.request_timeout_s
         try:
-            return asyncio.run(self._post_all(path, payloads or [None], timeout_s))
+            return asyncio.run(self._send_all(path, payloads))
         except aiohttp.ClientResponseError as error:
             raise RuntimeError(
                 f"vLLM engine at {self._url} refused {error.request_info.url.path} during {doing}: "
@@ -219,12 +224,12 @@ class VllmEngine:
                 f"{path}. It died or hangs; see its log."
             ) from error
 
-    async def _post_all(self, path: str, payloads: Collection[Any], timeout_s: float) -> list[Any]:
-        """POST side by side, for as long as the server is healthy."""
+    async def _send_all(self, path: str, payloads: Collection[Any]) -> list[Any]:
+        timeout_s = self._config.rollout.request_timeout_s
         async with self._open_session(timeout_s) as session:
             answers = asyncio.gather(*(self._send(session, "POST", path, p) for p in payloads))
             # The server leaves calls unanswered when the process that holds the model dies.
-            health = asyncio.create_task(self._watch_health())
+            health = asyncio.create_task(self._watch_health(timeout_s))
             await asyncio.wait([answers, health], return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():
                 answers.cancel()
@@ -232,11 +237,14 @@ class VllmEngine:
             health.cancel()
             return await answers
 
-    async def _watch_health(self) -> None:
-        """Return never; raise when the server is ill, gone, or silent for _HEALTH_TIMEOUT_S."""
+    async def _watch_health(self, timeout_s: float) -> None:
+        """Never return; raise when the server says that it is ill, or is gone.
+
+        It may be silent for as long as any other call, since it is busy with large answers.
+        """
         while True:
             await asyncio.sleep(_HEALTH_INTERVAL_S)
-            await self._check_health(_HEALTH_TIMEOUT_S)
+            await self._check_health(timeout_s)
 
     async def _check_health(self, timeout_s: float) -> None:
         async with self._open_session(timeout_s) as session:

@@ -7,7 +7,6 @@ Invariant: a worker receives every bucket that is announced before it looks at i
 one leaves no end waiting for the other.
 """
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -27,30 +22,17 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from megatron_stapo.rollout.vllm_server import WEIGHT_TRANSFER_BACKEND
-from megatron_stapo.rollout.weight_transfer import BucketInfo, Checklist, broadcast, connect, unpack
+from megatron_stapo.rollout.weight_transfer import (
+    BucketInfo,
+    Checklist,
+    ConnectInfo,
+    broadcast,
+    connect,
+    unpack,
+)
 
 
-@dataclass(kw_only=True)
-class ConnectInfo(WeightTransferInitInfo):
-    """Where the trainer waits."""
-
-    host: str
-    port: int
-    """Of the trainer's store."""
-    world_size: int
-    """All workers and the trainer."""
-
-
-@dataclass(kw_only=True)
-class UpdateInfo(WeightTransferUpdateInfo):
-    """A `BucketInfo`, as vLLM wants it."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype: str
-
-
-class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
+class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     """Receives buckets over gloo or NCCL and loads them as vLLM loads a checkpoint.
 
     vLLM's layer-wise reload keeps a layer's tensors until the layer is complete, then repeats what
@@ -59,7 +41,7 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     """
 
     init_info_cls = ConnectInfo
-    update_info_cls = UpdateInfo
+    update_info_cls = BucketInfo
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Join the trainer's group."""
@@ -83,19 +65,19 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: BucketInfo) -> None:
         """Receive one bucket and load it.
 
         Raises:
             RuntimeError: a tensor that the checkpoint does not have.
         """
-        info = BucketInfo(**asdict(update_info))
         # New memory for every bucket, since layers keep parts of it until they are complete.
-        flat = torch.empty(info.num_elements, dtype=getattr(torch, info.dtype), device=self.device)
+        dtype = getattr(torch, update_info.dtype)
+        flat = torch.empty(update_info.num_elements, dtype=dtype, device=self.device)
         broadcast(self._group, flat).wait()
-        for name, shape in zip(info.names, info.shapes, strict=True):
+        for name, shape in zip(update_info.names, update_info.shapes, strict=True):
             self._checklist.take(name, shape)
-        self.model.load_weights(unpack(info, flat))
+        self.model.load_weights(unpack(update_info, flat))
 
     def finish_weight_update(self) -> None:
         """Finish the layers that received no tensor of their own.

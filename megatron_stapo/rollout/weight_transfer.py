@@ -23,6 +23,17 @@ type TransferGroup = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConnectInfo:
+    """Where the trainer waits for the workers."""
+
+    host: str
+    port: int
+    """Of the trainer's store."""
+    world_size: int
+    """All workers, and the trainer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BucketInfo:
     """What a bucket holds, in the order of its elements."""
 

@@ -75,7 +75,9 @@ def test_every_sequence_is_packed_once_within_the_budget(dp_size, budget):
         for minibatches in ranks:
             for m in minibatches[index].microbatches:
                 assert len(m.token_ids_T) <= budget
-                packed += [tuple(s.tolist()) for s in m.token_ids_T.split(m.cu_seqlens.diff().tolist())]
+                packed += [
+                    tuple(s.tolist()) for s in m.token_ids_T.split(m.cu_seqlens.diff().tolist())
+                ]
         expected = [
             tuple(g.prompt.token_ids + r.token_ids)
             for g in groups[3 * index : 3 * index + 3]

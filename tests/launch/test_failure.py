@@ -66,6 +66,17 @@ def test_the_first_rank_to_fail_is_named(
     assert details.endswith("a warning at exit")
 
 
+def test_a_rank_that_lost_its_peer_is_not_to_blame(logs: Path) -> None:
+    """torchrun sees rank 1 end first, and stops rank 0 while it prints what ended the run."""
+    error = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
+    (logs / "trainer_rank1.log").write_text(TRACEBACK.format(error=error))
+    os.utime(logs / "trainer_rank1.log", (900, 900))
+    entries = [format_torchrun_entry(0, -15), format_torchrun_entry(1, 1)]
+    (logs / "torchrun.log").write_text("Failures:\n" + "".join(entries))
+    found, _ = describe_failure(TRAINER_FAILED, 0, logs.parent)
+    assert found == "trainer rank 0 was killed by SIGTERM: ValueError: rank 0"
+
+
 def test_an_engine_that_ended_is_the_cause_even_if_the_trainer_ended_too(logs: Path) -> None:
     (logs / "engine.log").write_text("loading\n\nout of memory\n")
     outcome = TRAINER_FAILED | {"engine": {"state": "FAILED", "exit_code": 3}}

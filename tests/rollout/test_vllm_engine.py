@@ -175,7 +175,7 @@ def server():
 
 def build_engine(tmp_path, url, **changes):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
-    config = build_config(tmp_path, rollout__request_timeout_s=1, **changes)
+    config = build_config(tmp_path, **{"rollout__request_timeout_s": 1, **changes})
     return VllmEngine(config, url, [STOP, 2])
 
 
@@ -253,6 +253,20 @@ def test_a_hanging_server_is_an_error_after_the_time_out(server, engine):
     with pytest.raises(RuntimeError, match="stopped answering during generate: TimeoutError"):
         generate(engine)
     assert time.monotonic() - start < 10
+
+
+def test_a_server_that_lost_its_model_is_an_error_though_it_leaves_calls_open(server, tmp_path):
+    engine = build_engine(tmp_path, server.url, rollout__request_timeout_s=60)
+    server.answers[GENERATE] = lambda request: (200 if server.closing.wait(20) else None, b"")
+    server.answers["/health"] = lambda request: (503, b"EngineDeadError")
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"refused /health during generate: HTTP 503"):
+        generate(engine)
+    assert time.monotonic() - start < 10
+
+
+def test_no_prompts_are_no_groups(engine):
+    assert engine.generate([], 2, MAX_TOKENS) == []
 
 
 def test_a_server_that_is_gone_is_an_error(server, engine):

@@ -1,0 +1,188 @@
+"""Whole runs of the `stapo` command: the real trainer, engine and launcher on a model of 0.1 M."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.tiny_model import build_coin_base
+
+RECIPE = """
+from megatron_stapo.config import *
+
+def coin():
+    return Config(
+        name="coin",
+        run_dir=r"{run_dir}",
+        num_steps=6,
+        model=ModelConfig(path=r"{base}", dtype="float32"),
+        parallel=ParallelConfig(device="cpu", tensor_model_parallel_size=2),
+        data=DataConfig(
+            train_path=r"{base}/train.jsonl", heldout_path=r"{base}/heldout.jsonl",
+            prompt_suffix="", max_prompt_tokens=48, max_microbatch_tokens=512,
+        ),
+        rollout=RolloutConfig(
+            num_prompts_per_step=16, max_response_tokens=16, kv_cache_bytes=32 << 20,
+            request_timeout_s=60,
+        ),
+        algorithm=AlgorithmConfig(num_prompts_per_minibatch=8),
+        optimizer=OptimizerConfig(lr=2e-3, num_warmup_steps=0),
+        evaluation=EvaluationConfig(num_problems=16, num_samples=8),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return build_coin_base(tmp_path_factory.mktemp("coin"))
+
+
+def start(base, folder, *overrides):
+    """Start a run in folder/run; its output goes to files in folder."""
+    recipe = folder / "coin.py"
+    recipe.write_text(RECIPE.format(base=base, run_dir=folder / "run"))
+    with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_stapo.cli", "train", str(recipe), *overrides],
+            stdout=out,
+            stderr=err,
+        )
+
+
+def read_steps(folder):
+    file = folder / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    records = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):  # the last may be half written
+            records.append(json.loads(line))
+    return [record for record in records if "step" in record]
+
+
+def wait_for_step(folder, launcher, step, timeout_s=180):
+    deadline = time.monotonic() + timeout_s
+    while len(read_steps(folder)) < step:
+        assert launcher.poll() is None, (folder / "stderr").read_text()
+        assert time.monotonic() < deadline, f"no step {step} after {timeout_s} s"
+        time.sleep(0.2)
+
+
+def end(folder, launcher, processes, timeout_s=60):
+    """Wait for the end; nothing may be left. Returns exit code, stderr and summary."""
+    exit_code = launcher.wait(timeout=timeout_s)
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    return exit_code, (folder / "stderr").read_text(), summary
+
+
+@pytest.mark.vllm
+def test_a_run_learns_and_leaves_everything_a_reader_needs(base, tmp_path):
+    launcher = start(base, tmp_path)
+    wait_for_step(tmp_path, launcher, 1)
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    exit_code, stderr, summary = end(tmp_path, launcher, processes, timeout_s=180)
+    assert exit_code == 0, stderr
+    assert summary["status"] == "finished"
+    assert summary["num_steps"] == 6
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+    steps = read_steps(tmp_path)
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    for record in steps:
+        # The engine samples from the trainer's weights of this very step.
+        assert record["metrics"]["logprob_gap_max"] < 1e-4
+    run_dir = tmp_path / "run"
+    assert json.loads((run_dir / "config.json").read_text())["name"] == "coin"
+    assert (run_dir / "curves.png").stat().st_size > 10_000
+    assert list((run_dir / "tensorboard").iterdir())
+
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    AutoTokenizer.from_pretrained(run_dir / "model")
+    before, after = (load_file(p / "model.safetensors") for p in (base, run_dir / "model"))
+    assert before.keys() == after.keys()
+    assert all((before[name] != after[name]).any() for name in before)
+
+
+def find_process(launcher, *words):
+    (process,) = (
+        p
+        for p in psutil.Process(launcher.pid).children(recursive=True)
+        if all(word in " ".join([p.name(), *p.cmdline()]) for word in words)
+        and "torchrun" not in " ".join(p.cmdline())
+    )
+    return process
+
+
+@pytest.mark.vllm
+def test_a_killed_engine_ends_the_run_by_name(base, tmp_path):
+    launcher = start(base, tmp_path, "num_steps=1000")
+    wait_for_step(tmp_path, launcher, 1)
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    find_process(launcher, "EngineCore").kill()
+    exit_code, stderr, summary = end(tmp_path, launcher, processes)
+    assert exit_code == 1
+    assert summary["status"] == "failed"
+    assert "engine" in stderr.splitlines()[0]
+
+
+def test_a_killed_rank_ends_the_run_by_name(base, tmp_path):
+    launcher = start(base, tmp_path, "num_steps=1000", "rollout.engine=transformers")
+    wait_for_step(tmp_path, launcher, 1)
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    ranks = [p for p in processes if "megatron_stapo.train" in p.cmdline()]
+    rank_1 = max(ranks, key=lambda p: int(p.environ()["RANK"]))
+    rank_1.kill()
+    exit_code, stderr, summary = end(tmp_path, launcher, processes)
+    assert exit_code == 1
+    assert summary["status"] == "failed"
+    assert "trainer rank 1 was killed by SIGKILL" in stderr.splitlines()[0]
+
+
+def test_ctrl_c_leaves_a_readable_run_folder(base, tmp_path):
+    launcher = start(base, tmp_path, "num_steps=1000", "rollout.engine=transformers")
+    wait_for_step(tmp_path, launcher, 2)
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    os.kill(launcher.pid, signal.SIGINT)
+    exit_code, stderr, summary = end(tmp_path, launcher, processes)
+    assert exit_code == 130, stderr
+    assert summary["status"] == "interrupted"
+    assert summary["num_steps"] == len(read_steps(tmp_path)) >= 2
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_first_step_is_the_same_in_every_layout(base, tmp_path):
+    """TP1 x PP1, TP2 x PP1, TP1 x PP2, TP2 x PP2, each with a vLLM engine of its own."""
+    compared = ("loss", "grad_norm", "entropy_mean", "num_candidates", "num_masked")
+    results = []
+    for tp_size, pp_size in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        folder = tmp_path / f"tp{tp_size}_pp{pp_size}"
+        folder.mkdir()
+        launcher = start(
+            base,
+            folder,
+            "num_steps=1",
+            f"parallel.tensor_model_parallel_size={tp_size}",
+            f"parallel.pipeline_model_parallel_size={pp_size}",
+            # Half of the tokens rare, so that there is a mask to compare.
+            "algorithm.prob_threshold=0.2",
+        )
+        exit_code = launcher.wait(timeout=300)
+        assert exit_code == 0, (folder / "stderr").read_text()
+        [record] = read_steps(folder)
+        results.append({name: record["metrics"][name] for name in compared})
+        print(f"TP{tp_size} x PP{pp_size}: {results[-1]}")
+    assert results[0]["num_masked"] > 0
+    for result in results[1:]:
+        assert result == pytest.approx(results[0], rel=1e-5)
+        assert result["num_masked"] == results[0]["num_masked"]
