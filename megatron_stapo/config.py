@@ -299,10 +299,11 @@ class Config:
             ("evaluation.num_samples", self.evaluation.num_samples),
         ):
             _require(
-                value <= self.rollout.max_num_seqs,
+                self.rollout.engine != "vllm" or value <= self.rollout.max_num_seqs,
                 name,
                 value,
-                f"exceeds rollout.max_num_seqs={self.rollout.max_num_seqs}; raise the latter.",
+                f"exceeds rollout.max_num_seqs={self.rollout.max_num_seqs}, and vLLM samples a "
+                "prompt's responses together; raise the latter.",
             )
         _require(
             self.data.max_microbatch_tokens >= self.max_sequence_tokens,

@@ -41,9 +41,9 @@ class Settings:
     max_steps: int = 800
     """Pre-training steps at most; the learning rate falls to 0 over them."""
     batch_size: int = 16
-    slip_prob: float = 0.15
-    """Probability that a step of a solution in the pre-training documents is wrong. The base then
-    knows more arithmetic than its samples show, as a base model does."""
+    unboxed_prob: float = 0.4
+    """Share of the pre-training documents that state their answer without a box. The base then
+    knows more than its rewards show, as a base model does that is asked for a format."""
     target_accuracy: float = 0.3
     """Pre-training stops at this share of sampled answers that are right, so that RL has both
     something to reward and something to gain."""
@@ -96,7 +96,7 @@ def build(settings: Settings, out: Path) -> None:
     part.mkdir(parents=True)
 
     num_documents = settings.max_steps * settings.batch_size
-    documents = build_problems("pretrain", num_documents, settings.seed, settings.slip_prob)
+    documents = build_problems("pretrain", num_documents, settings.seed, settings.unboxed_prob)
     tokenizer = build_tokenizer(documents, settings.vocab_size)
     model = build_model(tokenizer)
     accuracy = pretrain(model, tokenizer, documents, settings)

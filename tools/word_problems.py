@@ -125,8 +125,7 @@ results of its steps in order; the last result is the answer."""
 FIRST_WORDINGS = ("First, {}.", "We start with {}.", "To begin, {}.")
 NEXT_WORDINGS = ("Then {}.", "Next, {}.", "Now we have {}.")
 LAST_WORDINGS = ("So the answer is \\boxed{{{}}}.", "The answer is \\boxed{{{}}}.")
-
-SLIPS = (-10, -2, -1, 1, 2, 10)
+PLAIN_LAST_WORDINGS = ("So the answer is {}.", "The answer is {}.")
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -149,7 +148,7 @@ def compute_split(question: str) -> str:
 
 
 def build_problems(
-    split: str, num_problems: int, seed: int, slip_prob: float = 0.0
+    split: str, num_problems: int, seed: int, unboxed_prob: float = 0.0
 ) -> list[WordProblem]:
     """Draw distinct problems of one split; the same arguments give the same list.
 
@@ -157,39 +156,36 @@ def build_problems(
         split: a key of `SPLIT_BUCKETS`.
         num_problems: how many; templates, and so numbers of steps, are equally likely.
         seed: any integer. Different seeds draw different problems of the same split.
-        slip_prob: probability that a step of a solution misses its result by one, two or ten; the
-            steps after it go on from there. The answer is the right one all the same.
+        unboxed_prob: probability that a solution states its answer without a box.
     """
     rng = random.Random(f"{seed} {split}")
     problems: dict[str, WordProblem] = {}
     while len(problems) < num_problems:
-        problem = _draw_problem(rng, slip_prob)
+        problem = _draw_problem(rng, unboxed_prob)
         if problem is not None and compute_split(problem.question) == split:
             problems.setdefault(problem.question, problem)
     return list(problems.values())
 
 
-def _draw_problem(rng: random.Random, slip_prob: float) -> WordProblem | None:
+def _draw_problem(rng: random.Random, unboxed_prob: float) -> WordProblem | None:
     """Fill one random template; None where the numbers leave 0 to `MAX_VALUE`."""
     template, steps = rng.choice(TEMPLATES)
     factors = {letter for step in steps if "*" in step for letter in step}
     values = {letter: rng.choice(FACTORS if letter in factors else ADDENDS) for letter in "abcd"}
-    right = dict(values)
     sentences: list[str] = []
     for result, step in zip("pqr", steps, strict=False):
-        left, symbol, right_name = step.split()
-        values[result] = OPERATORS[symbol](values[left], values[right_name])
-        right[result] = OPERATORS[symbol](right[left], right[right_name])
-        if rng.random() < slip_prob:
-            values[result] += rng.choice(SLIPS)
+        left, symbol, right = step.split()
+        values[result] = OPERATORS[symbol](values[left], values[right])
         if not 0 <= values[result] <= MAX_VALUE:
             return None
         wordings = NEXT_WORDINGS if sentences else FIRST_WORDINGS
-        equation = f"{values[left]}{symbol}{values[right_name]}={values[result]}"
+        equation = f"{values[left]}{symbol}{values[right]}={values[result]}"
         sentences.append(rng.choice(wordings).format(equation))
-    sentences.append(rng.choice(LAST_WORDINGS).format(values[result]))
+    answer = values[result]
+    last_wordings = PLAIN_LAST_WORDINGS if rng.random() < unboxed_prob else LAST_WORDINGS
+    sentences.append(rng.choice(last_wordings).format(answer))
     x, y = rng.sample(NAMES, 2)
     question = template.format(x=x, y=y, things=rng.choice(THINGS), **values)
     return WordProblem(
-        question=question, solution=" ".join(sentences), answer=right[result], num_steps=len(steps)
+        question=question, solution=" ".join(sentences), answer=answer, num_steps=len(steps)
     )

@@ -56,7 +56,7 @@ def test_bad_data_is_refused_by_field_value_and_row(
 
 def test_an_empty_answer_is_refused(data_config, tokenizer_folder, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"problem": "a", "answer": " "}\n')
-    with pytest.raises(ValueError, match="row 0 of .* has an empty 'answer'"):
+    with pytest.raises(ValueError, match=r"row 0 of .* has an empty 'answer'"):
         load_prompts(data_config, data_config.train_path, tokenizer_folder)
 
 

@@ -81,7 +81,9 @@ def test_logprobs_are_those_of_a_full_pass(engine):
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 256])
 def test_samples_do_not_depend_on_the_batch(engine, tiny_models, max_num_seqs):
     expected = list_rollouts(engine.generate(build_prompts(), 4, MAX_TOKENS))
-    other = build_engine(tiny_models["untied"], rollout__max_num_seqs=max_num_seqs)
+    other = build_engine(
+        tiny_models["untied"], rollout__engine="transformers", rollout__max_num_seqs=max_num_seqs
+    )
     prompts = build_prompts()
     assert list_rollouts(other.generate(prompts, 4, MAX_TOKENS)) == expected
     reverse = list_rollouts(other.generate(prompts[::-1], 4, MAX_TOKENS))
