@@ -154,7 +154,7 @@ def build_problems(
 
     Args:
         split: a key of `SPLIT_BUCKETS`.
-        num_problems: how many; templates, and so numbers of steps, are equally likely.
+        num_problems: how many. A template is drawn anew where its numbers leave the limits.
         seed: any integer. Different seeds draw different problems of the same split.
         unboxed_prob: probability that a solution states its answer without a box.
     """
