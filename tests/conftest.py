@@ -1,17 +1,23 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.rank_pool import RankPool
+if TYPE_CHECKING:
+    from tests.rank_pool import RankPool
 
 # Before any test imports a hub client.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before any test imports torch: two threads that share cores with other processes spin and starve.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
+def rank_pool() -> Iterator["RankPool"]:
+    from tests.rank_pool import RankPool
+
     pool = RankPool()
     yield pool
     pool.close()
