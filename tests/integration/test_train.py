@@ -155,7 +155,7 @@ def test_ctrl_c_leaves_a_readable_run_folder(base, tmp_path):
     exit_code, stderr, summary = end(tmp_path, launcher, processes)
     assert exit_code == 130, stderr
     assert summary["status"] == "interrupted"
-    assert summary["num_steps"] == len(read_steps(tmp_path)) >= 2
+    assert summary["num_steps_completed"] == len(read_steps(tmp_path)) >= 2
     assert (tmp_path / "run" / "curves.png").exists()
 
 
