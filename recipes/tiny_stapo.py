@@ -40,8 +40,8 @@ def tiny_stapo() -> Config:
             request_timeout_s=300,
         ),
         # Two updates per rollout, where the paper has four: the second is off-policy. A mini-batch
-        # has four thousand tokens, where the paper's has two million, so that the paper's 0.002
-        # would find a candidate in every other one, and a quantile needs two.
+        # has four thousand tokens, where the paper's has two million, so candidates are few here
+        # even at ten times the paper's threshold.
         algorithm=AlgorithmConfig(num_prompts_per_minibatch=16, prob_threshold=0.02),
         # A model of 2 M parameters takes steps that would ruin one of 2 B.
         optimizer=OptimizerConfig(lr=3e-4, num_warmup_steps=4),
