@@ -9,6 +9,7 @@ launch script of JustRL, the recipe that STAPO extends.
 
 import dataclasses
 import json
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -45,9 +46,23 @@ class ParallelConfig:
     """cpu runs the same Megatron classes over gloo."""
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1
+    """Model chunks per pipeline stage; above 1 the schedule interleaves them."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """None: the stages that are not named share the remaining layers evenly."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    context_parallel_size: int = 1
+    """Ranks that share each sequence, every one an early and a late part of it."""
     data_parallel_size: int = 1
+    """Replicas that share the mini-batch; context-parallel ranks are not counted."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share a layer's experts. They are drawn from the tensor-, context- and
+    data-parallel ranks of a stage, so the number of ranks does not grow."""
     sequence_parallel: bool = False
     """Shard activations outside the tensor-parallel regions along the tokens."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that backward computes again: those of attention, or all but each layer's
+    input."""
     timeout_s: float = 1800.0
     """Longest wait in a collective. Must exceed the longest rollout phase: the ranks wait for
     it."""
@@ -59,16 +74,46 @@ class ParallelConfig:
         for name in (
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "context_parallel_size",
             "data_parallel_size",
+            "expert_model_parallel_size",
         ):
-            _require(
-                getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be >= 1."
-            )
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"parallel.{name}", value, "must be >= 1.")
         _require(
             not (self.sequence_parallel and self.tensor_model_parallel_size == 1),
             "parallel.sequence_parallel",
             True,
             "has no effect with tensor_model_parallel_size=1; set it to False.",
+        )
+        if self.pipeline_model_parallel_size == 1:
+            for name, neutral in (
+                ("virtual_pipeline_model_parallel_size", 1),
+                ("num_layers_in_first_pipeline_stage", None),
+                ("num_layers_in_last_pipeline_stage", None),
+            ):
+                _require(
+                    getattr(self, name) == neutral,
+                    f"parallel.{name}",
+                    getattr(self, name),
+                    f"has no effect with pipeline_model_parallel_size=1; set it to {neutral}.",
+                )
+        sharing = self.world_size // self.pipeline_model_parallel_size
+        _require(
+            sharing % self.expert_model_parallel_size == 0,
+            "parallel.expert_model_parallel_size",
+            self.expert_model_parallel_size,
+            f"must divide the {sharing} ranks of a pipeline stage, tensor_model_parallel_size x "
+            "context_parallel_size x data_parallel_size.",
+        )
+        _require(
+            self.recompute in ("none", "selective", "full"),
+            "parallel.recompute",
+            self.recompute,
+            "must be none, selective or full.",
         )
         _require(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "must be > 0 seconds.")
 
@@ -78,8 +123,22 @@ class ParallelConfig:
         return (
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
+            * self.context_parallel_size
             * self.data_parallel_size
         )
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence is padded to a multiple of it: each context-parallel rank holds two parts
+        of equal size."""
+        return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Every microbatch is padded to a multiple of it, so that sequence parallelism divides each
+        context-parallel rank's tokens."""
+        tp_size = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return self.sequence_multiple * tp_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +158,7 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """Longest prompt, chat template included. A longer one is refused before the run starts."""
     max_microbatch_tokens: int = 32768
-    """Token budget of a packed microbatch: the memory of one forward-backward pass."""
+    """Token budget of a packed microbatch on one rank: the memory of one forward-backward pass."""
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_tokens", "max_microbatch_tokens"):
@@ -172,48 +231,145 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """STAPO: the clipped policy objective over the tokens that S2T keeps."""
+    """Which tokens train, on which loss, over which denominator.
+
+    The defaults are STAPO's. `megatron_stapo/algorithms` names the others, a file each.
+    """
 
     num_prompts_per_minibatch: int = 64
     """Prompts whose groups share one optimizer step, and one entropy threshold."""
+
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    """(reward - group mean) / group std, or the numerator alone."""
+    advantage_reweighting: float = 0.0
+    """alpha: an advantage is multiplied by 1 - alpha (1 - p), p under the policy that sampled; 0
+    turns it off."""
+    overlong_buffer_tokens: int = 0
+    """The reward falls by up to 1 over the last so many tokens before max_response_tokens; 0 turns
+    it off."""
+    filter_truncated: bool = False
+    """Leave responses that were cut at max_response_tokens out of the loss."""
+    dynamic_sampling: bool = False
+    """Draw prompts until the step is full of groups whose rewards differ."""
+    max_sampling_rounds: int = 10
+    """With dynamic_sampling: rounds of num_prompts_per_step prompts before the run gives up."""
+
+    token_mask: Literal[
+        "none", "s2t", "s2t_v1", "rare", "high_entropy", "random", "top_entropy"
+    ] = "s2t"
+    """Which tokens are silenced. A candidate is rare (prob_threshold) and has a positive advantage.
+    s2t: candidates of low entropy. s2t_v1: likewise, but the quantile is over all response tokens.
+    rare: every candidate. high_entropy, random: as many candidates as s2t, others. top_entropy: all
+    response tokens of low entropy."""
+    prob_threshold: float = 0.002
+    """tau_p: below this probability a token is rare. 0 turns the mask off, except top_entropy."""
+    entropy_quantile: float = 0.75
+    """q: the silenced share, lowest entropy first, of the candidates (s2t_v1, top_entropy: of all
+    response tokens). 0 turns the mask off, except rare."""
+
+    policy_loss: Literal["clip", "gspo", "cispo", "clip_cov"] = "clip"
+    """clip: the ratio of a token is clipped. gspo: the ratio of the sequence is. cispo: the clipped
+    ratio is a weight without gradient. clip_cov: clip, and a few tokens of high covariance between
+    log-probability and advantage lose their gradient."""
     clip_low: float = 0.2
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.28
     dual_clip: float | None = 10.0
     """Upper bound of the ratio where the advantage is negative; None leaves it unbounded."""
-    prob_threshold: float = 0.002
-    """tau_p: below this probability a token is rare. 0 turns S2T off."""
-    entropy_quantile: float = 0.75
-    """q: the share of the rare tokens with positive advantage, lowest entropy first, that is
-    silenced. 0 turns S2T off."""
+    clip_cov_frac: float = 2e-4
+    """With clip_cov: the share of the mini-batch's tokens that lose their gradient."""
+    clip_cov_min: float = 1.0
+    """With clip_cov: they are drawn from those whose covariance lies between these bounds."""
+    clip_cov_max: float = 5.0
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to the model of model.path; needs a copy of its weights."""
+
+    aggregation: Literal[
+        "token_mean", "prompt_mean", "sequence_mean", "fixed_length", "verl_microbatch_mean"
+    ] = "token_mean"
+    """What the loss is the mean of, after the masks: the tokens of the mini-batch; the token means
+    of its prompts' groups; those of its sequences. fixed_length: sum over tokens / (sequences x
+    max_response_tokens). verl_microbatch_mean: mean of the microbatches' token means, as verl
+    before it counted tokens globally; it alone depends on the layout."""
+
+    lopti_prob_threshold: float | None = None
+    """eta: a mini-batch makes two updates, first on the tokens below this probability, then on the
+    others; None makes one."""
+
+    tis_max_weight: float | None = None
+    """Weight each token's loss by min(p of the trainer / p of the engine, this); None does not."""
+    sequence_mask_min: float | None = None
+    """Leave out sequences whose mean ratio of trainer to engine, the geometric mean over the
+    tokens, is below this; None keeps them."""
+    sequence_mask_max: float | None = None
+    """Likewise above this."""
+
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.num_prompts_per_minibatch >= 1,
-            "algorithm.num_prompts_per_minibatch",
-            self.num_prompts_per_minibatch,
-            "must be >= 1.",
-        )
-        _require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "must be in (0, 1).")
-        _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "must be > 0.")
-        _require(
+        for name in ("num_prompts_per_minibatch", "max_sampling_rounds"):
+            self._require(name, getattr(self, name) >= 1, "must be >= 1.")
+        for name in ("overlong_buffer_tokens", "kl_coef", "router_aux_loss_coef"):
+            self._require(name, getattr(self, name) >= 0, "must be >= 0.")
+        for name, options in _ALGORITHM_OPTIONS.items():
+            self._require(
+                name, getattr(self, name) in options, f"must be one of {', '.join(options)}."
+            )
+        self._require("clip_low", 0 < self.clip_low <= 1, "must be in (0, 1].")
+        self._require("clip_high", self.clip_high > 0, "must be > 0.")
+        self._require(
+            "dual_clip",
             self.dual_clip is None or self.dual_clip > 1 + self.clip_high,
-            "algorithm.dual_clip",
-            self.dual_clip,
             "must exceed 1 + clip_high, or be None.",
         )
-        _require(
+        self._require(
+            "dual_clip",
+            self.dual_clip is None or self.policy_loss in ("clip", "clip_cov"),
+            f"has no effect with policy_loss={self.policy_loss}; set it to None.",
+        )
+        self._require(
+            "prob_threshold",
             0 <= self.prob_threshold <= 1,
-            "algorithm.prob_threshold",
-            self.prob_threshold,
             "is a probability in [0, 1]; the paper uses 0.002.",
         )
-        _require(
+        self._require(
+            "entropy_quantile",
             0 <= self.entropy_quantile <= 1,
-            "algorithm.entropy_quantile",
-            self.entropy_quantile,
             "must be in [0, 1]; the paper uses 0.75.",
         )
+        for name in ("advantage_reweighting", "clip_cov_frac"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "must be in [0, 1].")
+        self._require(
+            "clip_cov_max", self.clip_cov_max > self.clip_cov_min, "must exceed clip_cov_min."
+        )
+        self._require(
+            "lopti_prob_threshold",
+            self.lopti_prob_threshold is None or 0 < self.lopti_prob_threshold < 1,
+            "must be in (0, 1), or None.",
+        )
+        for name in ("tis_max_weight", "sequence_mask_min", "sequence_mask_max"):
+            value = getattr(self, name)
+            self._require(name, value is None or value > 0, "must be > 0, or None.")
+
+    def _require(self, field_name: str, holds: bool, rule: str) -> None:
+        _require(holds, f"algorithm.{field_name}", getattr(self, field_name), rule)
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether the token mask can silence anything."""
+        if self.token_mask == "none":
+            return False
+        if self.token_mask == "top_entropy":
+            return self.entropy_quantile > 0
+        return self.prob_threshold > 0 and (self.entropy_quantile > 0 or self.token_mask == "rare")
+
+
+_ALGORITHM_OPTIONS: dict[str, tuple[str, ...]] = {
+    f.name: typing.get_args(f.type)
+    for f in dataclasses.fields(AlgorithmConfig)
+    if typing.get_origin(f.type) is Literal
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,13 +461,27 @@ class Config:
                 f"exceeds rollout.max_num_seqs={self.rollout.max_num_seqs}, and vLLM samples a "
                 "prompt's responses together; raise the latter.",
             )
+        longest = self.max_sequence_tokens
+        longest += -longest % self.parallel.sequence_multiple
         _require(
-            self.data.max_microbatch_tokens >= self.max_sequence_tokens,
+            self.max_pack_tokens >= longest,
             "data.max_microbatch_tokens",
             self.data.max_microbatch_tokens,
-            "must hold the longest sequence, data.max_prompt_tokens + rollout.max_response_tokens "
-            f"= {self.max_sequence_tokens}.",
+            "must hold a rank's part of the longest sequence, (data.max_prompt_tokens + "
+            f"rollout.max_response_tokens) / context_parallel_size, that is "
+            f"{-(-longest // self.parallel.context_parallel_size)}.",
         )
+        _require(
+            self.algorithm.overlong_buffer_tokens <= self.rollout.max_response_tokens,
+            "algorithm.overlong_buffer_tokens",
+            self.algorithm.overlong_buffer_tokens,
+            f"exceeds rollout.max_response_tokens={self.rollout.max_response_tokens}.",
+        )
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Token budget of a packed microbatch over its context-parallel ranks."""
+        return self.data.max_microbatch_tokens * self.parallel.context_parallel_size
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -42,7 +42,7 @@ def test_a_config_survives_json(tmp_path):
             3,
             r"must divide rollout.num_prompts_per_step=4",
         ),
-        ("data", "max_microbatch_tokens", 10, r"must hold the longest sequence"),
+        ("data", "max_microbatch_tokens", 10, r"must hold a rank's part of the longest sequence"),
         ("optimizer", "lr", 0.0, r"optimizer.lr=0.0"),
     ],
 )
