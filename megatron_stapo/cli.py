@@ -22,14 +22,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="stapo", description="STAPO reinforcement learning on Megatron-Core."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    train = verbs.add_parser("train", help="train a model with a recipe on this machine")
-    train.add_argument("recipe", help="name of a module in recipes/, or path of a .py file")
-    train.add_argument(
-        "overrides", nargs="*", metavar="group.field=value", help="for example optimizer.lr=2e-6"
-    )
+    for name, run, help_text in (
+        ("train", _train, "train a model with a recipe on this machine"),
+        ("verify", _verify, "compare one update in the recipe's layout with a dense one"),
+    ):
+        verb = verbs.add_parser(name, help=help_text)
+        verb.add_argument("recipe", help="name of a module in recipes/, or path of a .py file")
+        verb.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="group.field=value",
+            help="for example optimizer.lr=2e-6",
+        )
+        verb.set_defaults(run=run)
     arguments = parser.parse_args(argv)
     try:
-        return _train(arguments.recipe, arguments.overrides)
+        return arguments.run(arguments.recipe, arguments.overrides)
     except ValueError as error:
         print(f"stapo: error: {error}", file=sys.stderr)
         return 2
@@ -43,6 +51,15 @@ def _train(recipe: str, overrides: Sequence[str]) -> int:
     from megatron_stapo.launch import build_tasks, launch
 
     return launch(config, build_tasks(config))
+
+
+def _verify(recipe: str, overrides: Sequence[str]) -> int:
+    """Returns 0 where the layout computes the dense update, else 1."""
+    config = apply_overrides(load_recipe(recipe), overrides)
+    check_model_layout(config)
+    from megatron_stapo.launch.verification import launch_verification
+
+    return launch_verification(config)
 
 
 def check_inputs(config: Config) -> None:

@@ -435,7 +435,10 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     seed: int = 0
-    """Of the prompt order and of every sampled response."""
+    """Of the prompt order, of every sampled response, and of masks that draw tokens."""
+    log_quadrants: bool = False
+    """Log the gradient norms of tokens with positive advantage by low and high probability and
+    entropy. Costs a row in the head's reduction, and a scoring pass before every update."""
     run_dir: str = ""
     """Folder for everything the run writes; empty means runs/<name>."""
 
@@ -461,6 +464,12 @@ class Config:
                 f"exceeds rollout.max_num_seqs={self.rollout.max_num_seqs}, and vLLM samples a "
                 "prompt's responses together; raise the latter.",
             )
+        _require(
+            not self.log_quadrants or self.algorithm.token_mask in ("s2t", "s2t_v1"),
+            "log_quadrants",
+            self.log_quadrants,
+            "needs algorithm.token_mask=s2t or s2t_v1, whose threshold splits the entropies.",
+        )
         longest = self.max_sequence_tokens
         longest += -longest % self.parallel.sequence_multiple
         _require(
@@ -505,11 +514,14 @@ def load_model_json(path: str) -> dict[str, Any]:
     )
     model_json: dict[str, Any] = json.loads(file.read_text())
     _require(
-        model_json.get("model_type") == "qwen3",
+        model_json.get("model_type") in ("qwen3", "qwen3_moe"),
         "model.path",
         path,
-        f"holds model_type={model_json.get('model_type')!r}; only qwen3 (dense) is supported.",
+        f"holds model_type={model_json.get('model_type')!r}; only qwen3 and qwen3_moe are "
+        "supported.",
     )
+    if "num_local_experts" in model_json:  # transformers 5 writes it so, published folders do not
+        model_json["num_experts"] = model_json["num_local_experts"]
     return model_json
 
 
@@ -520,36 +532,18 @@ def check_model_layout(config: Config) -> None:
         ValueError: names the field, its value, the rule and the values that would do.
     """
     model_json = load_model_json(config.model.path)
-    tp_size = config.parallel.tensor_model_parallel_size
-    for key, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "KV heads"),
-        ("vocab_size", "vocabulary entries"),
-        ("intermediate_size", "MLP columns"),
+    has_experts = "num_experts" in model_json
+    # An expert is not cut by tensor parallelism.
+    keys = _TP_EXTENTS if has_experts else {**_TP_EXTENTS, "intermediate_size": "MLP columns"}
+    for name, value in (
+        ("parallel.tensor_model_parallel_size", config.parallel.tensor_model_parallel_size),
+        ("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size),
     ):
-        _require_divides(
-            "parallel.tensor_model_parallel_size", tp_size, model_json[key], what, model_json
-        )
-    _require_divides(
-        "parallel.pipeline_model_parallel_size",
-        config.parallel.pipeline_model_parallel_size,
-        model_json["num_hidden_layers"],
-        "layers",
-        model_json,
-    )
-    for key, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "KV heads"),
-        ("vocab_size", "vocabulary entries"),
-    ):
-        if config.rollout.engine == "vllm":
-            _require_divides(
-                "rollout.tensor_parallel_size",
-                config.rollout.tensor_parallel_size,
-                model_json[key],
-                what,
-                model_json,
-            )
+        if name.startswith("parallel") or config.rollout.engine == "vllm":
+            extents = {what: model_json[key] for key, what in keys.items()}
+            _require_divides(name, value, extents)
+    _check_experts(config, model_json["num_experts"] if has_experts else 0)
+    compute_layers_per_chunk(config.parallel, model_json["num_hidden_layers"])
     limit = model_json["max_position_embeddings"]
     _require(
         config.max_sequence_tokens <= limit,
@@ -560,20 +554,111 @@ def check_model_layout(config: Config) -> None:
     )
 
 
-def _require_divides(
-    name: str, value: int, extent: int, what: str, model_json: dict[str, Any]
-) -> None:
-    keys = ("num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
-    extents = (
-        [model_json["num_hidden_layers"]] if what == "layers" else [model_json[key] for key in keys]
+_TP_EXTENTS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "KV heads",
+    "vocab_size": "vocabulary entries",
+}
+"""What tensor parallelism cuts, in the trainer and in the engine."""
+
+
+def _require_divides(name: str, value: int, extents: dict[str, int]) -> None:
+    sizes = range(1, min(extents.values()) + 1)
+    valid = [n for n in sizes if all(extent % n == 0 for extent in extents.values())]
+    for what, extent in extents.items():
+        _require(
+            extent % value == 0,
+            name,
+            value,
+            f"does not divide the model's {extent} {what}; use one of {valid}.",
+        )
+
+
+def _check_experts(config: Config, num_experts: int) -> None:
+    """num_experts: 0 for a dense model."""
+    parallel = config.parallel
+    if not num_experts:
+        for name, value, neutral in (
+            ("parallel.expert_model_parallel_size", parallel.expert_model_parallel_size, 1),
+            ("algorithm.router_aux_loss_coef", config.algorithm.router_aux_loss_coef, 0.0),
+        ):
+            _require(
+                value == neutral,
+                name,
+                value,
+                f"has no effect: the model has no experts; set it to {neutral}.",
+            )
+        return
+    _require_divides(
+        "parallel.expert_model_parallel_size",
+        parallel.expert_model_parallel_size,
+        {"experts": num_experts},
     )
-    valid = [n for n in range(1, min(extents) + 1) if all(e % n == 0 for e in extents)]
     _require(
-        extent % value == 0,
-        name,
-        value,
-        f"does not divide the model's {extent} {what}; use one of {valid}.",
+        parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel,
+        "parallel.sequence_parallel",
+        parallel.sequence_parallel,
+        "experts under tensor parallelism need it; set it to True.",
     )
+
+
+def compute_layers_per_chunk(parallel: ParallelConfig, num_layers: int) -> list[int]:
+    """Share the layers among the pipeline stages, and each stage's among its chunks.
+
+    Returns:
+        For every stage the number of layers in each of its chunks.
+
+    Raises:
+        ValueError: they cannot be shared so; names the values that would do.
+    """
+    size, chunks = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    first = parallel.num_layers_in_first_pipeline_stage
+    last = parallel.num_layers_in_last_pipeline_stage
+    named = [n for n in (first, last) if n is not None]
+    num_even = size - len(named)
+    remaining = num_layers - sum(named)
+    if not named:
+        valid = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        _require(
+            num_layers % size == 0,
+            "parallel.pipeline_model_parallel_size",
+            size,
+            f"does not divide the model's {num_layers} layers; use one of {valid}, or give "
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage.",
+        )
+    elif num_even:
+        _require(
+            remaining >= num_even and remaining % num_even == 0,
+            "parallel.pipeline_model_parallel_size",
+            size,
+            f"{remaining} of {num_layers} layers remain for {num_even} stages beside the named "
+            "ones; the number must be a positive multiple.",
+        )
+    else:
+        _require(
+            remaining == 0,
+            "parallel.num_layers_in_last_pipeline_stage",
+            last,
+            f"with num_layers_in_first_pipeline_stage={first} makes {sum(named)} layers; the model "
+            f"has {num_layers}.",
+        )
+    even = remaining // num_even if num_even else 0
+    stages = [even] * size
+    if first is not None:
+        stages[0] = first
+    if last is not None:
+        stages[-1] = last
+    for count in stages:
+        _require(
+            count % chunks == 0,
+            "parallel.virtual_pipeline_model_parallel_size",
+            chunks,
+            f"does not divide the {count} layers of a stage; the stages have {stages}.",
+        )
+    return [count // chunks for count in stages]
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -5,6 +5,8 @@ URL]`. Rank 0 drives: it draws prompts, talks to the engine, scores, packs and s
 """
 
 import argparse
+import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,8 @@ import torch.distributed as dist
 
 from megatron_stapo import config as config_module
 from megatron_stapo.algo.advantage import compute_group_advantages
-from megatron_stapo.config import Config, load_model_json
+from megatron_stapo.algo.overlong import compute_overlong_penalty
+from megatron_stapo.config import Config
 from megatron_stapo.data.packing import pack
 from megatron_stapo.data.prompts import (
     PromptStream,
@@ -25,8 +28,8 @@ from megatron_stapo.data.prompts import (
     load_stop_token_ids,
     load_tokenizer,
 )
-from megatron_stapo.model.weights import save_hf_model
 from megatron_stapo.observability import RunLog
+from megatron_stapo.parallel.context_parallel import slice_microbatch
 from megatron_stapo.parallel.groups import Groups, destroy_distributed, init_distributed
 from megatron_stapo.reshard.weight_sync import WeightSync
 from megatron_stapo.rewards.boxed import CORRECT, compute_boxed_reward
@@ -41,7 +44,7 @@ def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog
     Every rank calls it; engine and run_log are rank 0's and None elsewhere.
     """
     trainer = Trainer(config, groups)
-    weight_sync = WeightSync(trainer.model, config.model.path, engine, groups)
+    weight_sync = WeightSync(trainer.weights, engine)
     driver = Driver(config, engine, run_log) if engine and run_log else None
     if driver:
         driver.evaluate("accuracy_before")
@@ -51,9 +54,9 @@ def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog
         with timer("score"):
             trainer.score(minibatches)  # old_logprobs_T, logprobs_T, entropy_T
         updates = []
-        for minibatch in minibatches:
+        for minibatch, phase in itertools.product(minibatches, trainer.phases):
             with timer("threshold"):
-                trainer.assign_loss_masks(minibatch)  # response mask and S2T over all ranks
+                trainer.assign_loss_masks(minibatch, phase)  # response and S2T, over all ranks
             with timer("update"):
                 updates.append(trainer.update(minibatch))
         with timer("sync"):
@@ -63,13 +66,7 @@ def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog
             driver.log_step(step + 1, metrics, updates, timer)
     if driver:
         driver.evaluate("accuracy_after")
-    save_hf_model(
-        trainer.model,
-        config.model.path,
-        Path(config.run_dir) / "model",
-        load_model_json(config.model.path),
-        groups,
-    )
+    trainer.weights.save(Path(config.run_dir) / "model")
 
 
 class Timer:
@@ -105,21 +102,35 @@ class Driver:
     def collect(self, timer: Timer) -> list[list[Minibatch]]:
         """Draw a step's prompts and return its mini-batches for every data-parallel rank."""
         config = self._config
-        prompts = self._stream.next(config.rollout.num_prompts_per_step)
-        with timer("rollout"):
-            groups = self._generate(prompts, config.rollout.group_size)
-        with timer("reward"):
-            self._assign_rewards(groups)
-            assign_advantages(groups)
-        self._rollout_metrics = compute_rollout_metrics(groups)
+        num_prompts = config.rollout.num_prompts_per_step
+        num_rounds, groups, kept = 0, [], []
+        while len(kept) < num_prompts:
+            if num_rounds == config.algorithm.max_sampling_rounds:
+                raise RuntimeError(
+                    f"algorithm.max_sampling_rounds={num_rounds}: the rewards of only {len(kept)} "
+                    f"of {num_prompts} groups differ; choose problems that the model solves at "
+                    "times, or switch algorithm.dynamic_sampling off."
+                )
+            num_rounds += 1
+            prompts = self._stream.next(num_prompts)
+            with timer("rollout"):
+                groups = self._generate(prompts, config.rollout.group_size)
+            with timer("reward"):
+                self._assign_rewards(groups)
+            if config.algorithm.dynamic_sampling:
+                groups = [g for g in groups if len({r.reward for r in g.rollouts}) > 1]
+            kept += groups
+        del kept[num_prompts:]
+        self._assign_advantages(kept)
+        self._rollout_metrics = compute_rollout_metrics(kept)
+        if config.algorithm.dynamic_sampling:
+            self._rollout_metrics["sampling_rounds"] = num_rounds
         return pack(
-            groups,
+            kept,
             config.algorithm.num_prompts_per_minibatch,
-            config.data.max_microbatch_tokens,
-            config.parallel.data_parallel_size,
-            token_multiple=config.parallel.tensor_model_parallel_size
-            if config.parallel.sequence_parallel
-            else 1,
+            config.max_pack_tokens,
+            config.parallel,
+            config.algorithm.filter_truncated,
         )
 
     def evaluate(self, name: str) -> None:
@@ -161,14 +172,22 @@ class Driver:
                 response = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
                 rollout.reward = compute_boxed_reward(response, group.prompt.answer)
 
-
-def assign_advantages(groups: Sequence[RolloutGroup]) -> None:
-    """Set every rollout's advantage from its group's rewards."""
-    for group in groups:
-        rewards_G = torch.tensor([rollout.reward for rollout in group.rollouts])
-        advantages = compute_group_advantages(rewards_G).tolist()
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-            rollout.advantage = advantage
+    def _assign_advantages(self, groups: Sequence[RolloutGroup]) -> None:
+        """Set every rollout's advantage from its group's rewards, after the length penalty."""
+        algorithm, max_tokens = self._config.algorithm, self._config.rollout.max_response_tokens
+        for group in groups:
+            shaped = [
+                r.reward
+                + compute_overlong_penalty(
+                    len(r.token_ids), max_tokens, algorithm.overlong_buffer_tokens
+                )
+                for r in group.rollouts
+            ]
+            advantages = compute_group_advantages(
+                torch.tensor(shaped), divide_by_std=algorithm.advantage == "group_std"
+            )
+            for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
+                rollout.advantage = advantage
 
 
 def compute_rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -193,13 +212,25 @@ def scatter_minibatches(
     """Hand every rank the mini-batches of its data-parallel rank.
 
     Args:
-        per_dp_rank: rank 0's, indexed by data-parallel rank; None on other ranks.
+        per_dp_rank: rank 0's, indexed by data-parallel rank; None on other ranks. A
+            context-parallel rank gets its part of every sequence.
 
     Communicates: a scatter from rank 0 to all ranks, each getting its own part alone.
     """
     parts = None
     if per_dp_rank is not None:
-        parts = [per_dp_rank[dp_rank] for dp_rank in groups.dp_rank_of_rank]
+        parts = [
+            [
+                dataclasses.replace(
+                    minibatch,
+                    microbatches=[
+                        slice_microbatch(m, cp_rank, groups.cp_size) for m in minibatch.microbatches
+                    ],
+                )
+                for minibatch in per_dp_rank[dp_rank]
+            ]
+            for dp_rank, cp_rank in groups.cells
+        ]
     received: list[Any] = [None]
     dist.scatter_object_list(received, parts, src=0)
     for minibatch in received[0]:

@@ -55,7 +55,8 @@ class Microbatch:
     """Whole sequences packed into one forward-backward pass of T tokens; B of them.
 
     A stream's entry t describes `labels_T[t]`, the token after position t of the same sequence. The
-    last position of a sequence has none: its label is 0 and its response mask False.
+    last position of a sequence and padding have none: the label is 0 and the response mask False.
+    Under context parallelism a rank's streams hold T / cp of the entries.
     """
 
     token_ids_T: "torch.Tensor"
@@ -64,8 +65,12 @@ class Microbatch:
     """[T] int64. The token that position t predicts."""
     position_ids_T: "torch.Tensor"
     """[T] int64, from 0 in each sequence."""
+    sequence_ids_T: "torch.Tensor"
+    """[T] int64. Number of the sequence in its mini-batch, prompt x G + sample; -1 on padding."""
     cu_seqlens: "torch.Tensor"
-    """[B + 1] int32. Starts of the sequences, and T."""
+    """[B + 1] int32. Starts of the sequences, padding included, and T."""
+    microbatch_id: int
+    """Number of the microbatch among all data-parallel ranks' of its mini-batch."""
     response_mask_T: "torch.Tensor"
     """[T] bool. True where the label is a token that the policy sampled."""
     advantages_T: "torch.Tensor"
@@ -75,17 +80,26 @@ class Microbatch:
     # Set by the trainer, on the last pipeline stage.
     old_logprobs_T: "torch.Tensor" = field(init=False)
     """[T] fp32, nats. The trainer's before the step's first update."""
+    ref_logprobs_T: "torch.Tensor" = field(init=False)
+    """[T] fp32, nats. The reference model's; set where the loss has a KL term."""
     logprobs_T: "torch.Tensor" = field(init=False)
     """[T] fp32, nats. Of the current policy, without gradient: what S2T decides on."""
     entropy_T: "torch.Tensor" = field(init=False)
     """[T] fp32, nats. Of the current policy."""
+    collision_T: "torch.Tensor" = field(init=False)
+    """[T] fp32. Sum of squared probabilities; set with log_quadrants."""
     loss_mask_T: "torch.Tensor" = field(init=False)
-    """[T] bool. Response mask and S2T mask."""
+    """[T] bool. Response mask and token mask: the tokens of numerator and denominator."""
+    loss_weights_T: "torch.Tensor" = field(init=False)
+    """[T] fp32. What makes a sum over tokens the mean that algorithm.aggregation asks for."""
+    sequence_logratio_T: "torch.Tensor" = field(init=False)
+    """[T] fp32, nats. Mean of logprobs - old_logprobs over the sequence; set for gspo."""
 
     def move_to(self, device: "torch.device") -> None:
         """Move the streams that packing made. Mutates: every tensor field set so far."""
         for name, value in vars(self).items():
-            setattr(self, name, value.to(device))
+            if hasattr(value, "to"):
+                setattr(self, name, value.to(device))
 
 
 @dataclass(kw_only=True)
@@ -93,5 +107,12 @@ class Minibatch:
     """The microbatches of this data-parallel rank that share one optimizer step."""
 
     microbatches: list[Microbatch]
+    num_microbatches: int
+    """Over all data-parallel ranks."""
+    num_sequences: int
+    """Over all data-parallel ranks."""
+    expert_counts_LE: "torch.Tensor | None" = None
+    """[L, E] float64. Assignments of the mini-batch's tokens to experts, by layer of this pipeline
+    stage; None without experts."""
     num_updates_scored: int = -1
     """Optimizer steps taken before logprobs_T and entropy_T were computed; -1 before any."""

@@ -14,6 +14,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-layout-table", action="store_true", help="write docs/layouts.md")
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator["RankPool"]:
     from tests.rank_pool import RankPool
@@ -25,12 +29,14 @@ def rank_pool() -> Iterator["RankPool"]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random Qwen3 folders, "tied" and "untied": 4 layers, 8 heads, 4 KV heads, fp32."""
+    """Random Qwen3 folders, "tied", "untied" and "experts" (8 of them, 2 per token): 4 layers, 8
+    heads, 4 KV heads, fp32."""
     from tests.tiny_model import build_tiny_model
 
     return {
-        name: build_tiny_model(tmp_path_factory.mktemp(name), tied=name == "tied")
-        for name in ("tied", "untied")
+        "tied": build_tiny_model(tmp_path_factory.mktemp("tied"), tied=True),
+        "untied": build_tiny_model(tmp_path_factory.mktemp("untied"), tied=False),
+        "experts": build_tiny_model(tmp_path_factory.mktemp("experts"), tied=False, num_experts=8),
     }
 
 

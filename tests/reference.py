@@ -1,6 +1,5 @@
-"""A Qwen3 and a STAPO step in plain float64 torch: one process, one sequence at a time, full
-softmax.
-
+"""A Qwen3, dense or with experts, and a STAPO step in plain float64 torch: one process, one
+sequence at a time, full softmax.
 Shares no code with the package. Weights are Hugging Face tensors by name.
 """
 
@@ -36,6 +35,8 @@ class StepResult:
 class ReferenceQwen3:
     def __init__(self, folder: Path) -> None:
         self.json = json.loads((folder / "config.json").read_text())
+        self.num_experts = self.json.get("num_local_experts", 0)
+        self.routings: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.weights = {
             name: tensor.double().requires_grad_()
             for name, tensor in load_file(folder / "model.safetensors").items()
@@ -75,10 +76,36 @@ class ReferenceQwen3:
             mixed = torch.einsum("hst,thd->shd", attention, v).reshape(length, -1)
             x = x + mixed @ w[p + "self_attn.o_proj.weight"].T
             h = norm(x, p + "post_attention_layernorm.weight")
-            gate = torch.nn.functional.silu(h @ w[p + "mlp.gate_proj.weight"].T)
-            x = x + (gate * (h @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
+            x = x + (self.mix_experts(h, p) if self.num_experts else self.mlp(h, p + "mlp."))
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         return norm(x, "model.norm.weight") @ head.T
+
+    def mlp(self, h: torch.Tensor, p: str) -> torch.Tensor:
+        w = self.weights
+        gate = torch.nn.functional.silu(h @ w[p + "gate_proj.weight"].T)
+        return (gate * (h @ w[p + "up_proj.weight"].T)) @ w[p + "down_proj.weight"].T
+
+    def mix_experts(self, h: torch.Tensor, p: str) -> torch.Tensor:
+        probs = (h @ self.weights[p + "mlp.gate.weight"].T).softmax(-1)
+        chosen = probs.topk(self.json["num_experts_per_tok"], dim=-1)
+        self.routings.append((p, probs, chosen.indices))
+        shares = chosen.values / chosen.values.sum(-1, keepdim=True)
+        rows = []
+        for row, experts, share in zip(h, chosen.indices, shares, strict=True):
+            parts = [self.mlp(row, f"{p}mlp.experts.{int(e)}.") for e in experts]
+            rows.append(sum(s * part for s, part in zip(share, parts, strict=True)))
+        return torch.stack(rows)
+
+    def balance_loss(self) -> torch.Tensor:
+        """Sum over layers of E sum_e (share of assignments) x (mean probability), over every token
+        since the routings were cleared."""
+        total = torch.zeros((), dtype=torch.float64)
+        for layer in {p for p, _, _ in self.routings}:
+            probs = torch.cat([x for p, x, _ in self.routings if p == layer])
+            chosen = torch.cat([i.flatten() for p, _, i in self.routings if p == layer])
+            share = chosen.bincount(minlength=self.num_experts).double() / len(chosen)
+            total = total + self.num_experts * (share * probs.mean(0)).sum()
+        return total
 
     def score(self, sequence: Sequence, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of every response token."""
@@ -98,8 +125,13 @@ def reference_step(
     temperature: float,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
+    balance_coef: float = 0.0,
 ) -> StepResult:
-    """Loss and gradient of one mini-batch; old_logprobs None means the current policy's."""
+    """Loss and gradient of one mini-batch; old_logprobs None means the current policy's.
+
+    The load-balancing loss is in the gradient, not in the loss that is returned.
+    """
+    model.routings.clear()
     scores = [model.score(sequence, temperature) for sequence in sequences]
     logprobs, entropies = [s[0] for s in scores], [s[1] for s in scores]
     if old_logprobs is None:
@@ -119,7 +151,7 @@ def reference_step(
     loss = total / sum(int(m.sum()) for m in masks)
     for weight in model.weights.values():
         weight.grad = None
-    loss.backward()
+    (loss + balance_coef * model.balance_loss()).backward()
     gradients = {name: weight.grad for name, weight in model.weights.items()}
     return StepResult(
         logprobs=[lp.detach() for lp in logprobs],

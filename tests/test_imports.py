@@ -15,6 +15,7 @@ LEVELS = [
     {"model"},
     {"trainer", "reshard"},
     {"train"},
+    {"verify"},
     {"launch", "recipe"},
     {"cli"},
 ]

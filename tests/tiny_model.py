@@ -7,25 +7,35 @@ import torch
 VOCAB_SIZE = 96
 
 
-def build_tiny_model(folder: Path, tied: bool) -> Path:
+def build_tiny_model(folder: Path, tied: bool, num_experts: int = 0) -> Path:
     """Write a Hugging Face folder without tokenizer; head_dim differs from hidden / heads."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=48,
-            intermediate_size=80,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=16,
-            tie_word_embeddings=tied,
-            max_position_embeddings=256,
-            initializer_range=0.2,
-        )
+    shape = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        max_position_embeddings=256,
+        initializer_range=0.2,
     )
+    if num_experts:
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **shape,
+                num_experts=num_experts,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                norm_topk_prob=True,
+            )
+        )
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def run_logits(config: Config, sequences: list[list[int]]) -> list[torch.Tensor]
             outputs = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=None,
-                model=[trainer.ddp],
+                model=trainer.ddp,
                 num_microbatches=1,
                 seq_length=1,
                 micro_batch_size=1,
@@ -143,78 +144,61 @@ def run_logits(config: Config, sequences: list[list[int]]) -> list[torch.Tensor]
 def run_round_trip(config: Config) -> dict[str, torch.Tensor]:
     """Load a folder into the layout and stream it back; rank 0 has the tensors."""
     with joined_world(config) as groups:
-        from megatron_stapo.config import load_model_json
-        from megatron_stapo.model.weights import iter_hf_weights
         from megatron_stapo.trainer.trainer import Trainer
 
-        trainer = Trainer(config, groups)
-        model_json = load_model_json(config.model.path)
-        return {n: t.clone() for n, t in iter_hf_weights(trainer.model, model_json, groups)}
+        return {n: t.clone() for n, t in Trainer(config, groups).weights.stream()}
 
 
 def run_step(
-    config: Config, rollout_groups: list[RolloutGroup], num_updates: int
+    config: Config, rollout_groups: list[RolloutGroup], num_updates: int, reverse: bool = False
 ) -> dict[str, Any]:
     """Score the rollouts, then mask and update mini-batch by mini-batch.
 
+    Args:
+        reverse: take the microbatches of every mini-batch in reverse order.
+
     Returns:
         updates: what `Trainer.update` returned. metrics: of the step. gradients: by Hugging Face
-            name
-        on rank 0, of the last update, for one data-parallel rank. weights: likewise. tokens: on the
-        last stage, for every response token its (sequence key, log-prob, entropy, mask) at the
-        masking of its mini-batch.
+            name on rank 0, of the last update, after clipping. weights: likewise. tokens: on the
+            last stage a `TokenSnapshot` per mini-batch, taken at its masking.
     """
     with joined_world(config) as groups:
-        from megatron_stapo.config import load_model_json
         from megatron_stapo.data.packing import pack
-        from megatron_stapo.model.weights import iter_hf_weights
+        from megatron_stapo.train import scatter_minibatches
         from megatron_stapo.trainer.trainer import Trainer
+        from megatron_stapo.verify.snapshot import gather_gradients, snapshot_tokens
 
         trainer = Trainer(config, groups)
-        model_json = load_model_json(config.model.path)
-        minibatches = pack(
-            rollout_groups,
-            config.algorithm.num_prompts_per_minibatch,
-            config.data.max_microbatch_tokens,
-            groups.dp_size,
-            token_multiple=groups.tp_size if config.parallel.sequence_parallel else 1,
-        )[groups.dp_rank]
+        packed = None
+        if groups.rank == 0:
+            packed = pack(
+                rollout_groups,
+                config.algorithm.num_prompts_per_minibatch,
+                config.max_pack_tokens,
+                config.parallel,
+                config.algorithm.filter_truncated,
+            )
+        minibatches = scatter_minibatches(packed, groups)
+        for minibatch in minibatches:
+            if reverse:
+                minibatch.microbatches.reverse()
         trainer.score(minibatches)
         updates, tokens = [], []
         for minibatch in minibatches[:num_updates]:
-            trainer.assign_loss_masks(minibatch)
-            if groups.is_last_stage:
-                tokens.append(_read_tokens(minibatch))
-            updates.append(trainer.update(minibatch))
-        weights = {n: t.clone() for n, t in iter_hf_weights(trainer.model, model_json, groups)}
-        gradients = {}
-        if groups.dp_size == 1:
-            with torch.no_grad():
-                for parameter in trainer.model.parameters():
-                    parameter.copy_(parameter.main_grad)
-            gradients = {
-                n: t.clone() for n, t in iter_hf_weights(trainer.model, model_json, groups)
-            }
+            for phase in trainer.phases:
+                trainer.assign_loss_masks(minibatch, phase)
+                snapshot = snapshot_tokens(minibatch, groups)
+                # Plain, so that the test's process need not import Megatron to read it.
+                tokens.append(snapshot and SimpleNamespace(**vars(snapshot)))
+                updates.append(trainer.update(minibatch))
         return {
             "updates": updates,
             "metrics": trainer.pop_metrics(),
-            "gradients": gradients,
-            "weights": weights,
+            "gradients": gather_gradients(trainer),
+            "weights": {n: t.clone() for n, t in trainer.weights.stream()},
             "tokens": tokens,
+            "num_microbatches": minibatches[0].num_microbatches,
         }
-
-
-def _read_tokens(minibatch: Any) -> dict[tuple[int, ...], tuple[torch.Tensor, ...]]:
-    """By sequence (its tokens): log-probabilities, entropies and mask of its response."""
-    sequences = {}
-    for m in minibatch.microbatches:
-        for start, end in zip(m.cu_seqlens[:-1], m.cu_seqlens[1:], strict=True):
-            mask = m.response_mask_T[start:end]
-            if mask.any():
-                sequences[tuple(m.token_ids_T[start:end].tolist())] = tuple(
-                    stream[start:end][mask] for stream in (m.logprobs_T, m.entropy_T, m.loss_mask_T)
-                )
-    return sequences
 
 
 def run_sharded_logprobs(

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -30,12 +30,19 @@ _POLL_S = 0.2
 _STOP_TIMEOUT_S = 30.0
 
 
-def launch(config: Config, tasks: Sequence[Task]) -> int:
+def launch(
+    config: Config,
+    tasks: Sequence[Task],
+    prepare: Callable[[], None] | None = None,
+    format_report: Callable[[dict[str, Any]], str] = format_summary,
+) -> int:
     """Run the tasks, show their progress, write the summary.
 
     Args:
         config: saved as config.json in its run folder, where the tasks read it.
         tasks: of `build_tasks`; the run succeeds when the one named trainer does.
+        prepare: adds files to the claimed run folder before anything starts.
+        format_report: what is printed at the end, from the summary.
 
     Returns:
         Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM.
@@ -47,6 +54,8 @@ def launch(config: Config, tasks: Sequence[Task]) -> int:
     with claim_run_folder(run_dir) as lock, _record_signals() as received:
         (run_dir / LOGS_FOLDER).mkdir()
         (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        if prepare is not None:
+            prepare()
         start_s = time.monotonic()
         progress = ProgressPrinter(run_dir, config.num_steps)
         names = " and ".join(
@@ -75,7 +84,7 @@ def launch(config: Config, tasks: Sequence[Task]) -> int:
             num_steps=config.num_steps,
             total_s=time.monotonic() - start_s,
         )
-        print(format_summary(summary), flush=True)
+        print(format_report(summary), flush=True)
     return exit_code
 
 

@@ -1,9 +1,10 @@
-"""Builds Megatron's GPTModel for a Qwen3 dense model from its Hugging Face config.json.
+"""Builds Megatron's GPTModel for a Qwen3 model, dense or mixture of experts, from its config.json.
 
 This file alone translates our config into Megatron's. The vocabulary is never padded.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_block import (
 
 from megatron_stapo.config import ModelConfig, ParallelConfig, load_model_json
 from megatron_stapo.model.cpu_layers import PackedAttention, RMSNorm
+from megatron_stapo.model.router import BalancedRouter
 from megatron_stapo.parallel.groups import Groups
 
 # What this file builds. A folder that says otherwise describes another network.
@@ -29,11 +31,17 @@ _FIXED = {
     "attention_bias": False,
     "use_sliding_window": False,
     "attention_dropout": 0.0,
+    # Every layer of a mixture has experts.
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 
-def build_model(config: ModelConfig, parallel: ParallelConfig, groups: Groups) -> GPTModel:
-    """Build this rank's part of the model, its weights not yet loaded.
+def build_model(config: ModelConfig, parallel: ParallelConfig, groups: Groups) -> list[GPTModel]:
+    """Build this rank's chunks of the model, their weights not yet loaded.
+
+    Returns:
+        One chunk, or virtual_pipeline_model_parallel_size in the order of the network.
 
     Communicates: for tied embeddings over several pipeline stages, one all-reduce of the embedding
     over its group.
@@ -49,17 +57,24 @@ def build_model(config: ModelConfig, parallel: ParallelConfig, groups: Groups) -
                 f"model here supports only {value}."
             )
     transformer_config = build_transformer_config(config, parallel, model_json)
-    return GPTModel(
-        config=transformer_config,
-        transformer_layer_spec=_build_layer_spec(transformer_config, groups.device),
-        vocab_size=model_json["vocab_size"],
-        max_sequence_length=model_json["max_position_embeddings"],
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=model_json["tie_word_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=_read_rope_theta(config.path, model_json),
-    ).to(groups.device)
+    num_chunks = parallel.virtual_pipeline_model_parallel_size
+    return [
+        GPTModel(
+            config=transformer_config,
+            transformer_layer_spec=_build_block_spec(
+                transformer_config, groups.device, chunk if num_chunks > 1 else None
+            ),
+            vocab_size=model_json["vocab_size"],
+            max_sequence_length=model_json["max_position_embeddings"],
+            pre_process=groups.is_first_stage and chunk == 0,
+            post_process=groups.is_last_stage and chunk == num_chunks - 1,
+            share_embeddings_and_output_weights=model_json["tie_word_embeddings"],
+            position_embedding_type="rope",
+            rotary_base=_read_rope_theta(config.path, model_json),
+            vp_stage=chunk if num_chunks > 1 else None,
+        ).to(groups.device)
+        for chunk in range(num_chunks)
+    ]
 
 
 def build_transformer_config(
@@ -68,11 +83,35 @@ def build_transformer_config(
     """Translate the model's and our settings into Megatron's.
 
     calculate_per_token_loss: the loss function returns sums, and Megatron divides the gradients
-        once
-    by the token count of all data-parallel ranks. The fusions are off on every device because fused
-    kernels keep bf16 intermediates where the rollout engine goes through float32.
+    once by the token count of all data- and context-parallel ranks. The fusions are off on every
+    device because fused kernels keep bf16 intermediates where the rollout engine goes through
+    float32.
     """
     dtype = getattr(torch, config.dtype)
+    virtual_size = parallel.virtual_pipeline_model_parallel_size
+    recompute: dict[str, Any] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    }[parallel.recompute]
+    experts: dict[str, Any] = {}
+    if "num_experts" in model_json:
+        experts = {
+            "num_moe_experts": model_json["num_experts"],
+            "moe_router_topk": model_json["num_experts_per_tok"],
+            "moe_ffn_hidden_size": model_json["moe_intermediate_size"],
+            # A softmax over the chosen logits is the softmax over all, normalised over the chosen.
+            "moe_router_pre_softmax": not model_json["norm_topk_prob"],
+            "moe_router_dtype": "fp32",
+            # `BalancedRouter` has its own, which does not depend on the microbatches.
+            "moe_router_load_balancing_type": "none",
+            "moe_grouped_gemm": parallel.device == "cuda",
+            "expert_tensor_parallel_size": 1,
+        }
     return TransformerConfig(
         num_layers=model_json["num_hidden_layers"],
         hidden_size=model_json["hidden_size"],
@@ -93,7 +132,16 @@ def build_transformer_config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_size if virtual_size > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        # Interleaved over two stages, the next one is also the previous one: batched exchanges would
+        # mix up the two directions.
+        overlap_p2p_comm=virtual_size > 1,
+        batch_p2p_comm=virtual_size == 1,
         # A microbatch holds as many tokens as its sequences have.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it, experts or not
@@ -107,15 +155,30 @@ def build_transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **recompute,
+        **experts,
     )
 
 
-def _build_layer_spec(
-    config: TransformerConfig, device: torch.device
+def _build_block_spec(
+    config: TransformerConfig, device: torch.device, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     if device.type == "cuda":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        layer = _build_cpu_layer_spec(config)
+        num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+        block = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    if config.num_moe_experts:
+        for layer in block.layer_specs:
+            _set_router(layer)
+    return block
+
+
+def _build_cpu_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm"
+    )
     submodules = layer.submodules
     attention = submodules.self_attention
     layer.submodules = dataclasses.replace(
@@ -132,8 +195,14 @@ def _build_layer_spec(
             ),
         ),
     )
-    num_layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return layer
+
+
+def _set_router(layer: ModuleSpec) -> None:
+    """Mutates: the builder of the layer's mixture of experts."""
+    moe = layer.submodules.mlp
+    submodules = dataclasses.replace(moe.keywords["submodules"], router=BalancedRouter)
+    layer.submodules.mlp = partial(moe.func, **{**moe.keywords, "submodules": submodules})
 
 
 def _read_rope_theta(path: str, model_json: dict[str, Any]) -> float:

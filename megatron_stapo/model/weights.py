@@ -1,13 +1,14 @@
 """Moves weights between Hugging Face tensors and Megatron's shards, in both directions.
 
 One table names the pairs. `shard` and `merge` are inverse to each other bit for bit; every rank
-walks the table in the same order, so the collectives of `iter_hf_weights` match without
+walks the table in the same order, so the collectives of `HfWeights.stream` match without
 negotiation.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,25 +31,25 @@ _COMPANIONS = (
 )
 """What a Hugging Face folder holds beside its tensors."""
 
-Layout = Literal["replicated", "rows", "columns", "qkv", "gate_up"]
+Layout = Literal["replicated", "rows", "columns", "qkv", "gate_up", "whole_gate_up"]
+
+_CUT = ("rows", "columns", "qkv", "gate_up")
 
 
 @dataclass(frozen=True)
 class WeightPair:
     """One Megatron parameter and the Hugging Face tensors that it holds."""
 
-    megatron_names: tuple[str, ...]
-    """The local spec's name, then Transformer Engine's where it differs."""
+    name: str
+    """Megatron's in its local spec, with layer and expert numbered over the whole model."""
     hf_names: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
     layout: Layout
-    """How tensor parallelism cuts it."""
-    stage: int
-    """Pipeline stage that holds it."""
+    """How tensor parallelism cuts it. An expert is not cut."""
 
 
-def build_weight_table(model_json: dict[str, Any], pp_size: int) -> list[WeightPair]:
-    """List every weight of a Qwen3 dense model, in the order of the network.
+def build_weight_table(model_json: dict[str, Any]) -> list[WeightPair]:
+    """List every weight of a Qwen3 model, in the order of the network.
 
     A tied head is absent: the embedding is its weight.
     """
@@ -56,94 +57,77 @@ def build_weight_table(model_json: dict[str, Any], pp_size: int) -> list[WeightP
     head_dim = model_json["head_dim"]
     num_q = model_json["num_attention_heads"] * head_dim
     num_kv = model_json["num_key_value_heads"] * head_dim
-    mlp = model_json["intermediate_size"]
     vocab = model_json["vocab_size"]
-    num_layers = model_json["num_hidden_layers"]
-    layers_per_stage = num_layers // pp_size
-    last = pp_size - 1
+    num_experts = model_json.get("num_experts", 0)
 
     table = [
         WeightPair(
-            ("embedding.word_embeddings.weight",),
+            "embedding.word_embeddings.weight",
             ("model.embed_tokens.weight",),
             ((vocab, hidden),),
             "rows",
-            0,
         )
     ]
-    for layer in range(num_layers):
-        stage, local = divmod(layer, layers_per_stage)
-        here, there = f"decoder.layers.{local}.", f"model.layers.{layer}."
 
-        def add(
-            names: tuple[str, ...],
-            hf: tuple[tuple[str, tuple[int, ...]], ...],
-            layout: Layout,
-            *,
-            here: str = here,
-            there: str = there,
-            stage: int = stage,
-        ) -> None:
-            table.append(
-                WeightPair(
-                    tuple(here + name for name in names),
-                    tuple(there + name for name, _ in hf),
-                    tuple(shape for _, shape in hf),
-                    layout,
-                    stage,
-                )
+    def add(layer: int, name: str, layout: Layout, **hf: tuple[int, ...]) -> None:
+        """Keywords: the Hugging Face names below the layer, with __ for a dot, and shapes."""
+        table.append(
+            WeightPair(
+                f"decoder.layers.{layer}.{name}",
+                tuple(f"model.layers.{layer}.{n.replace('__', '.')}.weight" for n in hf),
+                tuple(hf.values()),
+                layout,
             )
-
-        add(
-            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-            (("input_layernorm.weight", (hidden,)),),
-            "replicated",
         )
+
+    def add_mlp(
+        layer: int, name: str, there: str, size: int, layouts: tuple[Layout, Layout]
+    ) -> None:
+        gate_up = {f"{there}__{half}_proj": (size, hidden) for half in ("gate", "up")}
+        add(layer, f"{name}.linear_fc1.weight", layouts[0], **gate_up)
         add(
-            ("self_attention.linear_qkv.weight",),
-            (
-                ("self_attn.q_proj.weight", (num_q, hidden)),
-                ("self_attn.k_proj.weight", (num_kv, hidden)),
-                ("self_attn.v_proj.weight", (num_kv, hidden)),
-            ),
+            layer,
+            f"{name}.linear_fc2.weight",
+            layouts[1],
+            **{f"{there}__down_proj": (hidden, size)},
+        )
+
+    for layer in range(model_json["num_hidden_layers"]):
+        add(layer, "input_layernorm.weight", "replicated", input_layernorm=(hidden,))
+        add(
+            layer,
+            "self_attention.linear_qkv.weight",
             "qkv",
+            self_attn__q_proj=(num_q, hidden),
+            self_attn__k_proj=(num_kv, hidden),
+            self_attn__v_proj=(num_kv, hidden),
         )
-        for head in ("q", "k"):
-            add(
-                (f"self_attention.{head}_layernorm.weight",),
-                ((f"self_attn.{head}_norm.weight", (head_dim,)),),
-                "replicated",
+        add(layer, "self_attention.q_layernorm.weight", "replicated", self_attn__q_norm=(head_dim,))
+        add(layer, "self_attention.k_layernorm.weight", "replicated", self_attn__k_norm=(head_dim,))
+        add(
+            layer, "self_attention.linear_proj.weight", "columns", self_attn__o_proj=(hidden, num_q)
+        )
+        add(layer, "pre_mlp_layernorm.weight", "replicated", post_attention_layernorm=(hidden,))
+        if not num_experts:
+            add_mlp(layer, "mlp", "mlp", model_json["intermediate_size"], ("gate_up", "columns"))
+            continue
+        add(layer, "mlp.router.weight", "replicated", mlp__gate=(num_experts, hidden))
+        for expert in range(num_experts):
+            add_mlp(
+                layer,
+                f"mlp.experts.{expert}",
+                f"mlp__experts__{expert}",
+                model_json["moe_intermediate_size"],
+                ("whole_gate_up", "replicated"),
             )
-        add(
-            ("self_attention.linear_proj.weight",),
-            (("self_attn.o_proj.weight", (hidden, num_q)),),
-            "columns",
-        )
-        add(
-            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-            (("post_attention_layernorm.weight", (hidden,)),),
-            "replicated",
-        )
-        add(
-            ("mlp.linear_fc1.weight",),
-            (("mlp.gate_proj.weight", (mlp, hidden)), ("mlp.up_proj.weight", (mlp, hidden))),
-            "gate_up",
-        )
-        add(("mlp.linear_fc2.weight",), (("mlp.down_proj.weight", (hidden, mlp)),), "columns")
     table.append(
         WeightPair(
-            ("decoder.final_layernorm.weight",),
-            ("model.norm.weight",),
-            ((hidden,),),
-            "replicated",
-            last,
+            "decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), "replicated"
         )
     )
     if not model_json["tie_word_embeddings"]:
         table.append(
-            WeightPair(
-                ("output_layer.weight",), ("lm_head.weight",), ((vocab, hidden),), "rows", last
-            )
+            WeightPair("output_layer.weight", ("lm_head.weight",), ((vocab, hidden),), "rows")
         )
     return table
 
@@ -154,10 +138,12 @@ def shard(
     """Cut one tensor-parallel rank's Megatron parameter out of full Hugging Face tensors.
 
     qkv holds, per KV head, its query heads, its key and its value. gate_up holds this rank's rows
-    of gate, then its rows of up.
+    of gate, then its rows of up; whole_gate_up all rows of both.
     """
     if layout == "replicated":
         return hf_tensors[0]
+    if layout == "whole_gate_up":
+        return torch.cat(hf_tensors)
     if layout == "columns":
         return hf_tensors[0].chunk(tp_size, dim=1)[tp_rank]
     if layout == "qkv":
@@ -176,6 +162,8 @@ def merge(
     """Undo `shard`: full Hugging Face tensors from the parameters of all tensor-parallel ranks."""
     if layout == "replicated":
         return [shards[0]]
+    if layout == "whole_gate_up":
+        return list(shards[0].chunk(2))
     if layout == "columns":
         return [torch.cat(shards, dim=1)]
     if layout == "qkv":
@@ -189,129 +177,162 @@ def merge(
     return [torch.cat(part) for part in parts]
 
 
-def load_hf_weights(
-    model: torch.nn.Module, path: str, model_json: dict[str, Any], groups: Groups
-) -> None:
-    """Fill this rank's parameters from the safetensors of a Hugging Face folder.
+class HfWeights:
+    """The weights of a model in this rank's chunks, by their Hugging Face names."""
 
-    Mutates: every parameter of model, cast to its dtype.
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        path: str,
+        model_json: dict[str, Any],
+        groups: Groups,
+    ) -> None:
+        """Args: chunks and groups of this rank; path, the model's folder.
 
-    Raises:
-        ValueError: a tensor is missing or has another shape, or a parameter was not filled.
-    """
-    files = _find_tensor_files(path)
-    parameters = dict(model.named_parameters())
-    filled = set()
-    table = build_weight_table(model_json, groups.pp_size)
-    if model_json["tie_word_embeddings"] and groups.is_last_stage and not groups.is_first_stage:
-        # The last stage has a copy of the embedding as its head.
-        table.append(
-            WeightPair(
-                ("output_layer.weight",),
-                table[0].hf_names,
-                table[0].hf_shapes,
-                "rows",
-                groups.pp_rank,
-            )
-        )
-    for pair in table:
-        if pair.stage != groups.pp_rank:
-            continue
-        name = _find_parameter(pair, parameters)
-        tensors = [
-            _read_tensor(files, path, hf_name, shape)
-            for hf_name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
-        ]
-        with torch.no_grad():
-            parameters[name].copy_(
-                shard(
-                    tensors,
-                    pair.layout,
-                    groups.tp_rank,
-                    groups.tp_size,
-                    model_json["num_key_value_heads"],
-                )
-            )
-        filled.add(name)
-    if parameters.keys() - filled:
-        raise ValueError(
-            f"model.path={path}: no tensor for the parameters {sorted(parameters.keys() - filled)}."
-        )
+        Communicates: an all-gather of parameter names over all ranks.
+        """
+        self._path = path
+        self._json = model_json
+        self._groups = groups
+        self._table = build_weight_table(model_json)
+        self._parameters = _name_parameters(chunks, groups, model_json.get("num_experts", 0))
+        holdings: list[Any] = [None] * groups.world_size
+        dist.all_gather_object(holdings, list(self._parameters))
+        # Of the ranks that hold a parameter the first sends it: it is the first of its
+        # tensor-parallel group.
+        self._senders = {
+            name: rank for rank in reversed(range(groups.world_size)) for name in holdings[rank]
+        }
 
+    def load(self) -> None:
+        """Fill this rank's parameters from the safetensors of the folder.
 
-def iter_hf_weights(
-    model: torch.nn.Module, model_json: dict[str, Any], groups: Groups
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream the model's weights to rank 0 under their Hugging Face names.
+        Mutates: every parameter, cast to its dtype.
 
-    Every rank must exhaust the iterator; only rank 0 gets items. One parameter is gathered at a
-    time, so rank 0 never holds the model twice.
+        Raises:
+            ValueError: a tensor is missing or has another shape, or a parameter was not filled.
+        """
+        files = find_tensor_files(self._path)
+        pairs = {pair.name: pair for pair in self._table}
+        if self._json["tie_word_embeddings"]:
+            # The last stage has a copy of the embedding as its head.
+            pairs["output_layer.weight"] = pairs["embedding.word_embeddings.weight"]
+        for name, parameter in self._parameters.items():
+            if name not in pairs:
+                raise ValueError(f"model.path={self._path}: no tensor for the parameter {name}.")
+            pair = pairs[name]
+            tensors = [
+                read_tensor(files, self._path, hf_name, shape)
+                for hf_name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
+            ]
+            tp_rank, tp_size = self._groups.tp_rank, self._groups.tp_size
+            num_kv_heads = self._json["num_key_value_heads"]
+            with torch.no_grad():
+                parameter.copy_(shard(tensors, pair.layout, tp_rank, tp_size, num_kv_heads))
 
-    Communicates: per parameter an all-gather over tp_group in its stage, then one send per tensor
-        to
-    rank 0. Data-parallel replicas other than the first take no part.
-    """
-    if groups.dp_rank != 0:
-        return
-    parameters = dict(model.named_parameters())
-    for pair in build_weight_table(model_json, groups.pp_size):
-        if groups.pp_rank != pair.stage:
-            if groups.rank == 0:
-                # The dtype is that of every other weight, since the whole model has one.
-                dtype = next(iter(parameters.values())).dtype
-                sender = dist.get_global_rank(groups.pp_group, pair.stage)
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+        """This rank's parameters by their names over the whole model, and whether tensor
+        parallelism cuts them."""
+        layouts = {pair.name: pair.layout for pair in self._table}
+        for name, parameter in self._parameters.items():
+            # The copy of a tied head is not in the table; it is cut as the embedding is.
+            yield name, parameter, layouts.get(name, "rows") in _CUT
+
+    def stream(
+        self, read: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream the weights to rank 0 under their Hugging Face names.
+
+        Every rank must exhaust the iterator; only rank 0 gets items. One parameter is gathered at a
+        time, so rank 0 never holds the model twice.
+
+        Args:
+            read: takes from a parameter what is streamed, of its shape and the model's dtype.
+
+        Communicates: per parameter an all-gather over the tp_group of its first holder, then one
+            send per tensor to rank 0. Other holders take no part.
+        """
+        groups = self._groups
+        dtype = next(iter(self._parameters.values())).dtype
+        tp_head = dist.get_global_rank(groups.tp_group, 0)
+        for pair in self._table:
+            sender = self._senders[pair.name]
+            is_cut = pair.layout in _CUT and groups.tp_size > 1
+            if groups.rank == sender or (is_cut and tp_head == sender):
+                mine = read(self._parameters[pair.name]).contiguous()
+                shards = [mine]
+                if is_cut:
+                    shards = [torch.empty_like(mine) for _ in range(groups.tp_size)]
+                    dist.all_gather(shards, mine, group=groups.tp_group)
+                if groups.rank != sender:
+                    continue
+                num_kv_heads = self._json["num_key_value_heads"]
+                tensors = merge(shards, pair.layout, pair.hf_shapes, num_kv_heads)
+                for name, tensor in zip(pair.hf_names, tensors, strict=True):
+                    if groups.rank == 0:
+                        yield name, tensor
+                    else:
+                        dist.send(tensor.contiguous(), dst=0)
+            elif groups.rank == 0:
                 for name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True):
                     tensor = torch.empty(shape, dtype=dtype, device=groups.device)
                     dist.recv(tensor, src=sender)
                     yield name, tensor
-            continue
-        parameter = parameters[_find_parameter(pair, parameters)].detach().contiguous()
-        shards = [parameter]
-        if groups.tp_size > 1 and pair.layout != "replicated":
-            shards = [torch.empty_like(parameter) for _ in range(groups.tp_size)]
-            dist.all_gather(shards, parameter, group=groups.tp_group)
-        if groups.tp_rank != 0:
-            continue
-        tensors = merge(shards, pair.layout, pair.hf_shapes, model_json["num_key_value_heads"])
-        for name, tensor in zip(pair.hf_names, tensors, strict=True):
-            if groups.rank == 0:
-                yield name, tensor
-            else:
-                dist.send(tensor.contiguous(), dst=dist.get_global_rank(groups.pp_group, 0))
 
+    def save(self, out: Path) -> None:
+        """Write a Hugging Face folder, with the files beside the tensors of the one it came from.
 
-def save_hf_model(
-    model: torch.nn.Module, source: str, out: Path, model_json: dict[str, Any], groups: Groups
-) -> None:
-    """Write the weights as a Hugging Face folder beside the files of the model that it came from.
+        Called by every rank; rank 0 writes. The tensors go into one file.
 
-    Called by every rank; rank 0 writes. The tensors go into one file.
-
-    Communicates: as `iter_hf_weights`.
-    """
-    tensors = {
+        Communicates: as `stream`.
+        """
         # A clone, because a tensor of one rank is a view of the live parameter.
-        name: tensor.to("cpu", copy=True)
-        for name, tensor in iter_hf_weights(model, model_json, groups)
-    }
-    if groups.rank != 0:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    for pattern in _COMPANIONS:
-        for file in Path(source).glob(pattern):
-            shutil.copyfile(file, out / file.name)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.stream()}
+        if self._groups.rank != 0:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        for pattern in _COMPANIONS:
+            for file in Path(self._path).glob(pattern):
+                shutil.copyfile(file, out / file.name)
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def _find_parameter(pair: WeightPair, parameters: dict[str, torch.nn.Parameter]) -> str:
-    for name in pair.megatron_names:
-        if name in parameters:
-            return name
-    raise AssertionError(f"no parameter named {' or '.join(pair.megatron_names)}")
+# Transformer Engine's names, which fuse a norm into the projection after it, for the local spec's.
+_LOCAL_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 
 
-def _find_tensor_files(path: str) -> dict[str, Path]:
-    """Map every tensor name of the folder to its file."""
+def _name_parameters(
+    chunks: Sequence[torch.nn.Module], groups: Groups, num_experts: int
+) -> dict[str, torch.nn.Parameter]:
+    """Number layers and experts over the whole model, whatever chunk and rank hold them."""
+    first_expert = groups.ep_rank * (num_experts // groups.ep_size)
+    named = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name):
+                layer = chunk.decoder.layers[int(match[1])].layer_number - 1
+                rest = _LOCAL_NAMES.get(match[2], match[2])
+                # One module per expert, or one that groups their matrices.
+                expert = re.fullmatch(
+                    r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d\.weight)", rest
+                ) or re.fullmatch(r"mlp\.experts\.(linear_fc\d\.weight)(\d+)", rest)
+                if expert:
+                    number, matrix = sorted(expert.groups())  # digits sort before letters
+                    rest = f"mlp.experts.{first_expert + int(number)}.{matrix}"
+                name = f"decoder.layers.{layer}.{rest}"
+            named[name] = parameter
+    return named
+
+
+def find_tensor_files(path: str) -> dict[str, Path]:
+    """Map every tensor name of the folder to its file.
+
+    Raises:
+        ValueError: the folder has no safetensors.
+    """
     index = Path(path) / "model.safetensors.index.json"
     if index.is_file():
         return {
@@ -328,9 +349,14 @@ def _find_tensor_files(path: str) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 
-def _read_tensor(
+def read_tensor(
     files: dict[str, Path], path: str, name: str, shape: tuple[int, ...]
 ) -> torch.Tensor:
+    """Read one tensor of a folder.
+
+    Raises:
+        ValueError: it is missing or has another shape.
+    """
     if name not in files:
         raise ValueError(f"model.path={path}: has no tensor {name}, which config.json asks for.")
     with safe_open(files[name], framework="pt") as tensors:

@@ -27,7 +27,8 @@ def compute_logprobs_and_entropy(
     temperature: float,
     tp_group: ProcessGroup | None,
     chunk_tokens: int = CHUNK_TOKENS,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    with_collision: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Score labels under softmax(hidden @ weight.T / temperature).
 
     With x = logits / temperature - max, S = sum e^x and W = sum e^x x over the whole vocabulary:
@@ -42,21 +43,23 @@ def compute_logprobs_and_entropy(
         temperature: divides the logits before both results.
         tp_group: ranks that share the vocabulary, in the order of their rows; None for one rank.
         chunk_tokens: rows of logits alive at a time.
+        with_collision: also return the collision probability.
 
     Returns:
         logprobs_T: [T] fp32, nats, differentiable in hidden_TD and weight_VD. Its gradient in
             hidden_TD is this rank's part of a sum over tp_group.
         entropy_T: [T] fp32, nats, without gradient.
+        collision_T: [T] fp32, sum of p^2, without gradient; only if asked for.
 
     Communicates: per chunk, forward only, two all-reduces over tp_group: MAX of T floats and SUM of
-        3 T doubles.
+        3 T doubles, 4 T with_collision.
 
     Source: policy and entropy of STAPO, arXiv:2602.15620, section 3.
     """
-    logprobs_T, entropy_T = _LogprobsAndEntropy.apply(
-        hidden_TD, weight_VD, labels_T, temperature, tp_group, chunk_tokens
+    streams: tuple[torch.Tensor, ...] = _LogprobsAndEntropy.apply(
+        hidden_TD, weight_VD, labels_T, temperature, tp_group, chunk_tokens, with_collision
     )
-    return logprobs_T, entropy_T
+    return streams
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -71,12 +74,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         temperature: float,
         tp_group: ProcessGroup | None,
         chunk_tokens: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with_collision: bool,
+    ) -> tuple[torch.Tensor, ...]:
         num_tokens, shard_size = len(hidden_TD), len(weight_VD)
         tp_rank = 0 if tp_group is None else tp_group.rank()
         columns_T = labels_T - tp_rank * shard_size
-        max_T, log_sum_T, logprobs_T, entropy_T = hidden_TD.new_empty(
-            4, num_tokens, dtype=torch.float32
+        max_T, log_sum_T, logprobs_T, entropy_T, *collision = hidden_TD.new_empty(
+            4 + with_collision, num_tokens, dtype=torch.float32
         )
         for start in range(0, num_tokens, chunk_tokens):
             rows = slice(start, start + chunk_tokens)
@@ -85,10 +89,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             if tp_group is not None:
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=tp_group)
             x.sub_(peak[:, None])
-            sums = torch.zeros(3, len(x), dtype=torch.float64, device=x.device)
+            sums = torch.zeros(3 + with_collision, len(x), dtype=torch.float64, device=x.device)
             for block in x.split(BLOCK_COLUMNS, dim=-1):
                 exp = block.exp()
                 sums[0] += exp.sum(-1, dtype=torch.float64)
+                if with_collision:
+                    sums[3] += exp.square().sum(-1, dtype=torch.float64)
                 sums[1] += exp.mul_(block).sum(-1, dtype=torch.float64)
             owned, column = _locate(columns_T[rows], shard_size)
             sums[2] = x.gather(-1, column)[:, 0].masked_fill(~owned, 0.0)
@@ -99,14 +105,16 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             log_sum_T[rows] = log_sum
             logprobs_T[rows] = sums[2] - log_sum
             entropy_T[rows] = log_sum - sums[1] / sums[0]
+            if with_collision:
+                collision[0][rows] = sums[3] / sums[0].square()
         ctx.save_for_backward(hidden_TD, weight_VD, columns_T, max_T, log_sum_T)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+        ctx.mark_non_differentiable(entropy_T, *collision)
+        return logprobs_T, entropy_T, *collision
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs_T: torch.Tensor, _grad_entropy_T: torch.Tensor
+        ctx: Any, grad_logprobs_T: torch.Tensor, *_no_gradients: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         """d log p / d logits = (1[label] - p) / temperature. All terms are this rank's own."""
         hidden_TD, weight_VD, columns_T, max_T, log_sum_T = ctx.saved_tensors
@@ -124,7 +132,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden_TD[rows] = _matmul_fp32(grad_logits, weight_VD)
             grad_weight_VD += _matmul_fp32(grad_logits.T, hidden)
-        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype), None, None, None, None, None
 
 
 def _locate(columns: torch.Tensor, shard_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,6 +31,7 @@ def install() -> None:
     for name in ("current_stream", "default_stream"):
         setattr(torch.cuda, name, lambda device=None: _IdleStream())
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.Stream = torch.cuda.Event = _IdleStream
     # The generator behind Megatron's tensor-parallel seeds is the CPU's.
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     for module in (torch.cuda, torch.cuda.random):
@@ -72,12 +73,16 @@ def _current_device() -> torch.device:
 
 
 class _IdleStream:
-    """Work on a CPU is done when the call returns."""
+    """A stream or an event. Work on a CPU is done when the call returns."""
 
     def wait_stream(self, stream: Any) -> None:
         """There is nothing to wait for."""
 
     wait_event = wait_stream
+
+    def record_event(self) -> "_IdleStream":
+        """What is recorded has happened."""
+        return self
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""

@@ -6,6 +6,7 @@ Everything else receives a `Groups`; no other function asks a global which rank 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,19 @@ class Groups:
     pp_group: ProcessGroup
     pp_rank: int
     pp_size: int
-    dp_group: ProcessGroup
+    cp_group: ProcessGroup
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
-    dp_rank_of_rank: list[int]
-    """Data-parallel rank of every rank of the world."""
+    dp_cp_group: ProcessGroup
+    """Ranks that hold the tokens of one mini-batch between them, each token once."""
+    stage_group: ProcessGroup
+    """All ranks of this pipeline stage: tp x cp x dp."""
+    ep_rank: int
+    ep_size: int
+    cells: list[tuple[int, int]]
+    """(dp_rank, cp_rank) of every rank of the world: which tokens it works on."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -45,8 +54,16 @@ class Groups:
         """Holds the head: the only stage with log-probabilities and entropies."""
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def reports(self) -> bool:
+        """Whether this rank adds its tokens to the step's numbers: one rank for each token."""
+        return self.is_last_stage and self.tp_rank == 0
+
     def __str__(self) -> str:
-        return f"rank {self.rank} (tp {self.tp_rank}, pp {self.pp_rank}, dp {self.dp_rank})"
+        return (
+            f"rank {self.rank} (tp {self.tp_rank}, pp {self.pp_rank}, cp {self.cp_rank}, "
+            f"dp {self.dp_rank})"
+        )
 
 
 def init_distributed(config: ParallelConfig, seed: int) -> Groups:
@@ -65,8 +82,8 @@ def init_distributed(config: ParallelConfig, seed: int) -> Groups:
     if world_size != config.world_size:
         raise ValueError(
             f"torchrun started {world_size} ranks, but parallel.tensor_model_parallel_size x "
-            f"pipeline_model_parallel_size x data_parallel_size = {config.world_size}; start "
-            f"{config.world_size}."
+            "pipeline_model_parallel_size x context_parallel_size x data_parallel_size = "
+            f"{config.world_size}; start {config.world_size}."
         )
     if config.device == "cpu":
         from megatron_stapo.parallel import cpu_device
@@ -78,17 +95,25 @@ def init_distributed(config: ParallelConfig, seed: int) -> Groups:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, timeout=timeout)
+    virtual_size = config.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_size if virtual_size > 1 else None,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        # An expert is small: it is worth more to spread the experts than to cut one.
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=config.timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
-    dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dp_ranks: list[int] = [0] * world_size
-    dist.all_gather_object(dp_ranks, dp_group.rank())
+    cp_group = parallel_state.get_context_parallel_group()
+    dp_group = parallel_state.get_data_parallel_group()
+    ep_group = parallel_state.get_expert_model_parallel_group()
+    cells: list[Any] = [None] * world_size
+    dist.all_gather_object(cells, (dp_group.rank(), cp_group.rank()))
     return Groups(
         device=device,
         rank=dist.get_rank(),
@@ -99,11 +124,36 @@ def init_distributed(config: ParallelConfig, seed: int) -> Groups:
         pp_group=pp_group,
         pp_rank=pp_group.rank(),
         pp_size=pp_group.size(),
-        dp_group=dp_group,
+        cp_group=cp_group,
+        cp_rank=cp_group.rank(),
+        cp_size=cp_group.size(),
         dp_rank=dp_group.rank(),
         dp_size=dp_group.size(),
-        dp_rank_of_rank=dp_ranks,
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        ep_rank=ep_group.rank(),
+        ep_size=ep_group.size(),
+        cells=cells,
     )
+
+
+def fail_together(error: str | None, groups: Groups) -> None:
+    """Raise on every rank if any rank has an error.
+
+    Args:
+        error: what went wrong on this rank, or None.
+
+    Communicates: an all-reduce of one integer over all ranks; on failure an all-gather.
+
+    Raises:
+        RuntimeError: the first rank's error, with the rank's coordinates.
+    """
+    failed = torch.tensor(int(error is not None), device=groups.device)
+    dist.all_reduce(failed)
+    if failed.item():
+        errors: list[str | None] = [None] * groups.world_size
+        dist.all_gather_object(errors, error and f"{groups}: {error}")
+        raise RuntimeError(next(e for e in errors if e))
 
 
 def destroy_distributed() -> None:

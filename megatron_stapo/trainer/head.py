@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_stapo.ops.logprobs import compute_logprobs_and_entropy
 from megatron_stapo.parallel.groups import Groups
@@ -19,13 +20,18 @@ from megatron_stapo.types import Microbatch
 
 
 def run_model(
-    model: torch.nn.Module, microbatch: Microbatch, groups: Groups, temperature: float
+    model: torch.nn.Module,
+    microbatch: Microbatch,
+    groups: Groups,
+    temperature: float,
+    with_collision: bool,
 ) -> torch.Tensor:
-    """Run this stage's part of the model on one microbatch.
+    """Run a chunk of the model on one microbatch.
 
     Returns:
-        On the last stage [2, T] fp32: log-probability (with gradient) and entropy (without) of
-        every response token, 0 elsewhere. On other stages the hidden states for the next one.
+        From the last chunk [2, T] fp32: log-probability (with gradient) and entropy (without) of
+        every response token, 0 elsewhere; with_collision [3, T], the last row the collision
+        probability. From other chunks the hidden states for the next one.
 
     Communicates: what the model's layers do; in the head, an all-gather (sequence parallel) of the
         hidden states and the reductions of `compute_logprobs_and_entropy`, over tp_group.
@@ -49,17 +55,24 @@ def run_model(
             microbatch.labels_T[positions],
             temperature,
             groups.tp_group if groups.tp_size > 1 else None,
+            with_collision=with_collision,
         )
-        streams = hidden_T1D.new_zeros(2, len(microbatch.labels_T), dtype=torch.float32)
-        return streams.index_put(
-            (torch.arange(2)[:, None].to(positions.device), positions), torch.stack(scores)
-        )
+        streams = hidden_T1D.new_zeros(len(scores), len(microbatch.labels_T), dtype=torch.float32)
+        rows = torch.arange(len(scores), device=positions.device)[:, None]
+        return streams.index_put((rows, positions), torch.stack(scores))
 
+    # For the routers. The chunk with the embedding cuts the mask for sequence parallelism itself.
+    padding_mask_T = microbatch.sequence_ids_T < 0
+    if get_model_config(model).sequence_parallel and not get_attr_wrapped_model(
+        model, "pre_process"
+    ):
+        padding_mask_T = padding_mask_T.chunk(groups.tp_size)[groups.tp_rank]
     max_seqlen = int(microbatch.cu_seqlens.diff().max())
     return model(
         input_ids=microbatch.token_ids_T[None],
         position_ids=microbatch.position_ids_T[None],
         attention_mask=None,
+        padding_mask=padding_mask_T[None],
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=microbatch.cu_seqlens,

@@ -5,7 +5,6 @@ the counts of all data-parallel ranks and divides the gradients once. Nothing he
 gradient.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,17 +19,16 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_stapo.algo.policy_loss import compute_policy_loss
-from megatron_stapo.algo.s2t import (
-    compute_entropy_threshold,
-    compute_s2t_mask,
-    select_candidates,
-)
+from megatron_stapo.algo.advantage import reweight_advantages
+from megatron_stapo.algo.token_mask import check_finite
 from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.model.qwen3 import build_model
-from megatron_stapo.model.weights import load_hf_weights
-from megatron_stapo.parallel.groups import Groups
+from megatron_stapo.model.router import RouterBalance
+from megatron_stapo.model.weights import HfWeights
+from megatron_stapo.parallel.groups import Groups, fail_together
 from megatron_stapo.trainer.head import run_model
+from megatron_stapo.trainer.loss import compute_loss
+from megatron_stapo.trainer.masks import MaskAssigner, Phase
 from megatron_stapo.trainer.metrics import StepSums
 from megatron_stapo.types import Microbatch, Minibatch
 
@@ -45,85 +43,86 @@ class Trainer:
         self.num_updates = 0
         """Optimizer steps taken."""
         self.sums = StepSums()
-        model = build_model(config.model, config.parallel, groups)
-        load_hf_weights(model, config.model.path, load_model_json(config.model.path), groups)
-        self.model = model
-        """This rank's GPTModel, unwrapped; its parameters are the live weights."""
-        if config.model.dtype == "bfloat16":
-            model = Float16Module(model.config, model)
-        self.ddp = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=True,
-                grad_reduce_in_fp32=True,
-                average_in_collective=False,
-                check_for_nan_in_grad=True,
-            ),
-            model,
+        chunks = build_model(config.model, config.parallel, groups)
+        self.weights = HfWeights(
+            chunks, config.model.path, load_model_json(config.model.path), groups
         )
-        model.config.finalize_model_grads_func = finalize_model_grads
-        model.config.no_sync_func = self.ddp.no_sync
+        """The live weights of this rank's chunks."""
+        self.weights.load()
+        self.balance = RouterBalance(chunks, config.algorithm.router_aux_loss_coef, groups)
+        self.ddp = [_wrap_ddp(chunk, number) for number, chunk in enumerate(chunks)]
+        model_config = chunks[0].config
+        model_config.finalize_model_grads_func = finalize_model_grads
+        no_sync = [ddp.no_sync for ddp in self.ddp]
+        model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = _build_optimizer(config, self.ddp)
+        self.phases: tuple[Phase, ...] = ("all",)
+        """Each mini-batch makes one update per phase, after its masks are assigned anew."""
+        if config.algorithm.lopti_prob_threshold is not None:
+            self.phases = ("rare", "common")
+        self._reference: list[torch.Tensor] = []
+        if config.algorithm.kl_coef > 0:
+            self._reference = [p.detach().clone() for c in chunks for p in c.parameters()]
 
     def score(self, minibatches: Sequence[Minibatch]) -> None:
         """Compute log-probabilities and entropies under the weights as they are.
 
-        Mutates: old_logprobs_T, logprobs_T and entropy_T of every microbatch; the step's sums.
+        Mutates: old_logprobs_T, logprobs_T and entropy_T of every microbatch, ref_logprobs_T where
+        the loss has a KL term, advantages_T where they are reweighted; the step's sums.
+
+        Raises:
+            RuntimeError: a log-probability or entropy is not finite; on every rank.
         """
         for minibatch in minibatches:
+            if self._reference:
+                self._compute_reference(minibatch)
             self._compute_statistics(minibatch)
             if not self.groups.is_last_stage:
                 continue
-            for microbatch in minibatch.microbatches:
-                microbatch.old_logprobs_T = microbatch.logprobs_T
-                mask_T = microbatch.response_mask_T
-                gap = (microbatch.logprobs_T - microbatch.rollout_logprobs_T)[mask_T].abs().double()
-                self.sums.add(
-                    num_response_tokens=len(gap),
-                    entropy=microbatch.entropy_T[mask_T].double().sum().item(),
-                    logprob_gap=gap.sum().item(),
+            for m in minibatch.microbatches:
+                m.old_logprobs_T = m.logprobs_T
+                m.advantages_T = reweight_advantages(
+                    m.advantages_T, m.old_logprobs_T, self.config.algorithm.advantage_reweighting
                 )
+                mask_T = m.response_mask_T
+                gap = (m.logprobs_T - m.rollout_logprobs_T)[mask_T].abs().double()
                 if len(gap):
+                    self.sums.add(
+                        num_response_tokens=len(gap),
+                        entropy=m.entropy_T[mask_T].double().sum().item(),
+                        logprob_gap=gap.sum().item(),
+                    )
                     self.sums.raise_to(logprob_gap_max=gap.max().item())
 
-    def assign_loss_masks(self, minibatch: Minibatch) -> None:
-        """Decide which tokens train: response tokens that S2T keeps under the current weights.
+    def assign_loss_masks(self, minibatch: Minibatch, phase: Phase = "all") -> None:
+        """Decide which tokens train and with what weight, under the weights as they are.
 
-        The statistics come from a pass without gradient over the whole mini-batch, or from `score`
-        where the weights have not moved since. With S2T off there is nothing to decide and no pass.
+        The statistics of the scoring pass serve until the first update; after it they are computed
+        again, so that every decision is the current policy's. An algorithm that decides nothing
+        by them takes no pass.
 
-        Mutates: loss_mask_T of every microbatch; the step's sums.
+        Mutates: as `MaskAssigner.assign`; the routers' load; the step's sums.
 
-        Communicates: see `_agree_on_threshold`.
+        Communicates: as `MaskAssigner.assign` on the last stage; with a load-balancing loss a
+            broadcast of one integer over pp_group.
         """
-        algorithm = self.config.algorithm
-        is_off = algorithm.prob_threshold == 0 or algorithm.entropy_quantile == 0
-        if not is_off and minibatch.num_updates_scored != self.num_updates:
+        if self._needs_statistics and minibatch.num_updates_scored != self.num_updates:
             self._compute_statistics(minibatch)
-        if not self.groups.is_last_stage:
-            return
-        if is_off:
-            for microbatch in minibatch.microbatches:
-                microbatch.loss_mask_T = microbatch.response_mask_T
-            return
-        candidates = [
-            select_candidates(
-                m.logprobs_T, m.advantages_T, m.response_mask_T, algorithm.prob_threshold
+        num_trained = 0
+        if self.groups.is_last_stage:
+            assigner = MaskAssigner(
+                minibatch,
+                self.config.algorithm,
+                self.config.rollout,
+                self.groups.dp_cp_group,
+                self.sums,
             )
-            for m in minibatch.microbatches
-        ]
-        entropy_N = torch.cat(
-            [m.entropy_T[c] for m, c in zip(minibatch.microbatches, candidates, strict=True)]
-        )
-        threshold = self._agree_on_threshold(entropy_N)
-        for microbatch, candidate_mask_T in zip(minibatch.microbatches, candidates, strict=True):
-            s2t_mask_T = compute_s2t_mask(candidate_mask_T, microbatch.entropy_T, threshold)
-            microbatch.loss_mask_T = microbatch.response_mask_T & s2t_mask_T
-            self.sums.add(
-                num_candidates=candidate_mask_T.sum().item(), num_masked=(~s2t_mask_T).sum().item()
-            )
-        if threshold > -math.inf and self.groups.dp_rank == 0:
-            self.sums.add(num_thresholds=1, entropy_threshold=threshold)
+            num_trained = assigner.assign(phase, self.config.seed, self.num_updates)
+        if self.balance.is_on:
+            count = torch.tensor(num_trained, device=self.groups.device)
+            last = dist.get_global_rank(self.groups.pp_group, self.groups.pp_size - 1)
+            dist.broadcast(count, src=last, group=self.groups.pp_group)
+            self.balance.set_load(minibatch.expert_counts_LE, int(count))
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """Take one optimizer step on the tokens of loss_mask_T.
@@ -131,17 +130,23 @@ class Trainer:
         Mutates: the weights, the optimizer, num_updates, the step's sums.
 
         Returns:
-            loss: the sum over all trained tokens of all ranks / their number; grad_norm: before
-            clipping; lr. The same on every rank.
+            loss: the weighted sum over all trained tokens of all ranks / their number; grad_norm:
+            before clipping; lr. The same on every rank.
 
         Raises:
             RuntimeError: a gradient is not finite; no weight has changed.
         """
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddp:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = self._compute_lr()
-        outputs = self._run_schedule(minibatch, self._compute_loss, forward_only=False)
+        algorithm = self.config.algorithm
+        outputs = self._run_schedule(
+            minibatch,
+            lambda streams, m: compute_loss(streams[0], m, algorithm, self.sums),
+            forward_only=False,
+        )
         loss = self._reduce_loss(outputs)
         _, grad_norm, _ = self.optimizer.step()
         metrics = {"loss": loss, "grad_norm": float(grad_norm), "lr": self._compute_lr()}
@@ -154,44 +159,49 @@ class Trainer:
         self.sums = StepSums()
         return metrics
 
+    @property
+    def _needs_statistics(self) -> bool:
+        algorithm = self.config.algorithm
+        return (
+            algorithm.masks_tokens
+            or algorithm.policy_loss in ("gspo", "clip_cov")
+            or self.balance.is_on
+            or self.config.log_quadrants
+        )
+
     @torch.no_grad()
     def _compute_statistics(self, minibatch: Minibatch) -> None:
+        self.balance.start_counting()
         outputs = self._run_schedule(minibatch, _return_streams, forward_only=True)
+        minibatch.expert_counts_LE = self.balance.stop_counting()
+        error = None
         if self.groups.is_last_stage:
-            for microbatch, streams in zip(minibatch.microbatches, outputs, strict=True):
-                microbatch.logprobs_T, microbatch.entropy_T = streams
-                if not streams.isfinite().all():
-                    position = int((~streams.isfinite()).any(0).nonzero()[0])
-                    raise RuntimeError(
-                        f"{self.groups}: log-probability or entropy of the token at position "
-                        f"{position} of a microbatch is not finite; the weights have diverged: "
-                        "lower optimizer.lr."
-                    )
+            try:
+                for m, streams in zip(minibatch.microbatches, outputs, strict=True):
+                    m.logprobs_T, m.entropy_T = streams[:2]
+                    if self.config.log_quadrants:
+                        m.collision_T = streams[2]
+                    where = (m.response_mask_T, m.sequence_ids_T, m.position_ids_T)
+                    check_finite("log-probability", m.logprobs_T, *where)
+                    check_finite("entropy", m.entropy_T, *where)
+            except ValueError as refused:
+                error = f"{refused} The weights have diverged: lower optimizer.lr."
+        fail_together(error, self.groups)
         minibatch.num_updates_scored = self.num_updates
 
-    def _agree_on_threshold(self, entropy_N: torch.Tensor) -> float:
-        """The entropy threshold over the candidates of all data-parallel ranks.
-
-        Communicates: over dp_group an all-gather of one count, then of the padded entropies, so
-            that a rank without candidates takes the same part; over tp_group a broadcast of the
-            threshold.
-        """
-        groups = self.groups
-        count = torch.tensor([len(entropy_N)], device=groups.device)
-        counts = [torch.empty_like(count) for _ in range(groups.dp_size)]
-        dist.all_gather(counts, count, group=groups.dp_group)
-        sizes = [int(count) for count in counts]
-        padded = entropy_N.new_zeros(max(sizes))
-        padded[: len(entropy_N)] = entropy_N
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=groups.dp_group)
-        threshold = compute_entropy_threshold(
-            torch.cat([row[:size] for row, size in zip(gathered, sizes, strict=True)]),
-            self.config.algorithm.entropy_quantile,
-        )
-        agreed = torch.tensor([threshold], dtype=torch.float64, device=groups.device)
-        dist.broadcast(agreed, src=dist.get_global_rank(groups.tp_group, 0), group=groups.tp_group)
-        return agreed.item()
+    @torch.no_grad()
+    def _compute_reference(self, minibatch: Minibatch) -> None:
+        """Set ref_logprobs_T by a pass with the reference weights in the parameters' place."""
+        parameters = [p for ddp in self.ddp for p in ddp.parameters()]
+        live = [p.data for p in parameters]
+        for parameter, weight in zip(parameters, self._reference, strict=True):
+            parameter.data = weight
+        outputs = self._run_schedule(minibatch, _return_streams, forward_only=True)
+        for parameter, weight in zip(parameters, live, strict=True):
+            parameter.data = weight
+        if self.groups.is_last_stage:
+            for m, streams in zip(minibatch.microbatches, outputs, strict=True):
+                m.ref_logprobs_T = streams[0]
 
     def _run_schedule(
         self,
@@ -205,13 +215,20 @@ class Trainer:
             microbatches: Iterator[Microbatch], model: torch.nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(microbatches)
-            output = run_model(model, microbatch, self.groups, self.config.rollout.temperature)
+            output = run_model(
+                model,
+                microbatch,
+                self.groups,
+                self.config.rollout.temperature,
+                with_collision=self.config.log_quadrants and forward_only,
+            )
             return output, lambda streams, **_: loss_function(streams, microbatch)
 
+        iterators = [iter(minibatch.microbatches) for _ in self.ddp]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(minibatch.microbatches),
-            model=[self.ddp],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.ddp,
             num_microbatches=len(minibatch.microbatches),
             seq_length=self.config.max_sequence_tokens,  # unused: the lengths vary
             micro_batch_size=1,
@@ -219,38 +236,11 @@ class Trainer:
             collect_non_loss_data=forward_only,
         )
 
-    def _compute_loss(
-        self, streams: torch.Tensor, microbatch: Microbatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Masked sum and masked count, in the form that calculate_per_token_loss asks for."""
-        algorithm = self.config.algorithm
-        logprobs_T, _ = streams
-        loss_T = compute_policy_loss(
-            logprobs_T,
-            microbatch.old_logprobs_T,
-            microbatch.advantages_T,
-            algorithm.clip_low,
-            algorithm.clip_high,
-            algorithm.dual_clip,
-        )
-        mask_T = microbatch.loss_mask_T
-        # where, not a product: what a masked token holds must not reach the sum.
-        loss_sum = torch.where(mask_T, loss_T, 0.0).sum()
-        num_tokens = mask_T.sum(dtype=torch.int32)
-        ratio = (logprobs_T.detach() - microbatch.old_logprobs_T)[mask_T].exp()
-        if len(ratio):
-            advantages = microbatch.advantages_T[mask_T]
-            clipped = ((advantages > 0) & (ratio > 1 + algorithm.clip_high)) | (
-                (advantages < 0) & (ratio < 1 - algorithm.clip_low)
-            )
-            self.sums.add(num_trained=len(ratio), num_clipped=clipped.sum().item())
-            self.sums.raise_to(ratio_max=ratio.max().item())
-        return loss_sum, num_tokens, torch.stack([loss_sum.detach().double(), num_tokens.double()])
-
     def _reduce_loss(self, outputs: list[torch.Tensor]) -> float:
-        """Token mean over all ranks. Communicates: an all-reduce of two doubles over all ranks."""
+        """Weighted token mean over all ranks. Communicates: an all-reduce of two doubles over all
+        ranks."""
         total = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
-        if self.groups.is_last_stage and self.groups.tp_rank == 0:
+        if self.groups.reports:
             total += torch.stack(outputs).sum(0)
         dist.all_reduce(total)
         return (total[0] / total[1].clamp(min=1)).item()
@@ -266,7 +256,24 @@ def _return_streams(streams: torch.Tensor, _microbatch: Microbatch) -> torch.Ten
     return streams
 
 
-def _build_optimizer(config: Config, model: DistributedDataParallel) -> Any:
+def _wrap_ddp(chunk: torch.nn.Module, number: int) -> DistributedDataParallel:
+    """Args: number of the chunk on its rank."""
+    config = chunk.config
+    return DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            average_in_collective=False,
+            check_for_nan_in_grad=True,
+        ),
+        Float16Module(config, chunk) if config.bf16 else chunk,
+        # As Megatron does: later chunks gain nothing from buckets.
+        disable_bucketing=number > 0,
+    )
+
+
+def _build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Any:
     optimizer = config.optimizer
     return get_megatron_optimizer(
         OptimizerConfig(
@@ -282,5 +289,5 @@ def _build_optimizer(config: Config, model: DistributedDataParallel) -> Any:
             params_dtype=getattr(torch, config.model.dtype),
             use_distributed_optimizer=True,
         ),
-        [model],
+        model,
     )
