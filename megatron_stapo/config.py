@@ -465,10 +465,12 @@ class Config:
                 "prompt's responses together; raise the latter.",
             )
         _require(
-            not self.log_quadrants or self.algorithm.token_mask in ("s2t", "s2t_v1"),
+            not self.log_quadrants
+            or (self.algorithm.token_mask in ("s2t", "s2t_v1") and self.algorithm.masks_tokens),
             "log_quadrants",
             self.log_quadrants,
-            "needs algorithm.token_mask=s2t or s2t_v1, whose threshold splits the entropies.",
+            "needs algorithm.token_mask=s2t or s2t_v1 switched on: its threshold splits the "
+            "entropies.",
         )
         longest = self.max_sequence_tokens
         longest += -longest % self.parallel.sequence_multiple

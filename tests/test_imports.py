@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "megatron_stapo"
 # A room may import those of the levels before its own.
 LEVELS = [
     {"config", "types"},
-    {"algo", "ops", "rewards"},
+    {"algo", "ops", "rewards", "algorithms"},
     {"data", "rollout", "parallel", "observability"},
     {"model"},
     {"trainer", "reshard"},

@@ -1,12 +1,14 @@
 """What the ranks of the distributed tests run. Importable, so that a spawned process finds it."""
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_stapo.config import (
@@ -149,13 +151,23 @@ def run_round_trip(config: Config) -> dict[str, torch.Tensor]:
         return {n: t.clone() for n, t in Trainer(config, groups).weights.stream()}
 
 
+def compute_noise(sequence_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Nats by which the sampling policy differed, up to 0.4, so that ratios are clipped."""
+    return 0.4 * (1.3 * sequence_ids + position_ids).sin()
+
+
 def run_step(
-    config: Config, rollout_groups: list[RolloutGroup], num_updates: int, reverse: bool = False
+    config: Config,
+    rollout_groups: list[RolloutGroup],
+    num_updates: int,
+    reverse: bool = False,
+    off_policy: bool = False,
 ) -> dict[str, Any]:
     """Score the rollouts, then mask and update mini-batch by mini-batch.
 
     Args:
         reverse: take the microbatches of every mini-batch in reverse order.
+        off_policy: add `compute_noise` to the old log-probabilities.
 
     Returns:
         updates: what `Trainer.update` returned. metrics: of the step. gradients: by Hugging Face
@@ -183,6 +195,10 @@ def run_step(
             if reverse:
                 minibatch.microbatches.reverse()
         trainer.score(minibatches)
+        if off_policy and groups.is_last_stage:
+            for m in (m for minibatch in minibatches for m in minibatch.microbatches):
+                noise = compute_noise(m.sequence_ids_T, m.position_ids_T)
+                m.old_logprobs_T = m.old_logprobs_T + noise
         updates, tokens = [], []
         for minibatch in minibatches[:num_updates]:
             for phase in trainer.phases:
@@ -199,6 +215,107 @@ def run_step(
             "tokens": tokens,
             "num_microbatches": minibatches[0].num_microbatches,
         }
+
+
+def run_step_error(config: Config, rollout_groups: list[RolloutGroup]) -> str:
+    """What this rank raises in a step."""
+    try:
+        run_step(config, rollout_groups, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+BREAKAGES = (
+    "factor of cp_size",
+    "mean instead of sum",
+    "quantile of each rank",
+    "unshifted positions",
+    "one replica moved",
+    "NaN on one rank",
+)
+
+
+def run_verify(
+    config: Config, algorithm: AlgorithmConfig | None, run_dir: Path, breakage: str = ""
+) -> tuple[dict[str, tuple[float, bool]], dict[str, Any]] | None:
+    """`stapo verify` on a config, optionally with the trainer broken.
+
+    Returns:
+        On rank 0 every row's difference and verdict, and what was compared.
+    """
+    config = dataclasses.replace(
+        config,
+        run_dir=str(run_dir / "run"),
+        algorithm=algorithm or config.algorithm,
+        rollout=dataclasses.replace(config.rollout, max_response_tokens=40),
+    )
+    with joined_world(config) as groups, pytest.MonkeyPatch.context() as patch:
+        import torch.distributed as dist
+
+        from megatron_stapo.verify import problem, ranks
+
+        reduced = problem.reduce_config(config)
+        if groups.rank == 0:
+            num_layers = problem.count_layers(reduced)
+            problem.write_reduced_model(config.model.path, Path(reduced.model.path), num_layers)
+        dist.barrier()
+        _break_trainer(breakage, groups, patch)
+        outcome = ranks.verify(reduced, groups)
+        if outcome is None:
+            return None
+        rows, details = outcome
+        return {row.quantity: (row.difference, row.passed) for row in rows}, details
+
+
+def _break_trainer(breakage: str, groups: Any, patch: pytest.MonkeyPatch) -> None:
+    from megatron_stapo.ops.quantile import compute_quantile
+    from megatron_stapo.trainer import masks, trainer
+    from megatron_stapo.trainer.loss import compute_loss
+    from megatron_stapo.verify import ranks
+
+    def scale_loss(scale: Any) -> Any:
+        def broken(*args: Any) -> Any:
+            loss_sum, num_tokens, report = compute_loss(*args)
+            factor = scale(num_tokens)
+            return loss_sum * factor, num_tokens, report * torch.tensor([factor, 1.0])
+
+        return broken
+
+    update = trainer.Trainer.update
+
+    def move_replica(self: Any, minibatch: Any) -> Any:
+        metrics = update(self, minibatch)
+        if groups.rank == 1:
+            next(self.ddp[0].parameters()).data[0, 0] += 1e-3
+        return metrics
+
+    def lose_number(self: Any, minibatch: Any) -> Any:
+        metrics = update(self, minibatch)
+        return {**metrics, "loss": float("nan")} if groups.rank == 2 else metrics
+
+    pack = ranks.pack
+
+    def pack_unshifted(*args: Any) -> Any:
+        packed = pack(*args)
+        for m in packed[-1][0].microbatches:
+            m.token_ids_T = m.token_ids_T.roll(1)
+        return packed
+
+    if breakage == "factor of cp_size":
+        patch.setattr(trainer, "compute_loss", scale_loss(lambda n: groups.cp_size))
+    elif breakage == "mean instead of sum":
+        patch.setattr(trainer, "compute_loss", scale_loss(lambda n: 1 / max(int(n), 1)))
+    elif breakage == "quantile of each rank":
+        patch.setattr(masks, "compute_quantile", lambda v, q, group: compute_quantile(v, q, None))
+    elif breakage == "unshifted positions":
+        patch.setattr(ranks, "pack", pack_unshifted)
+    elif breakage == "one replica moved":
+        patch.setattr(trainer.Trainer, "update", move_replica)
+    elif breakage == "NaN on one rank":
+        patch.setattr(trainer.Trainer, "update", lose_number)
+    else:
+        assert not breakage
 
 
 def run_sharded_logprobs(

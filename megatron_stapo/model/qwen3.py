@@ -138,8 +138,8 @@ def build_transformer_config(
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        # Interleaved over two stages, the next one is also the previous one: batched exchanges would
-        # mix up the two directions.
+        # Interleaved over two stages, the next one is also the previous one: batched exchanges
+        # would mix up the two directions.
         overlap_p2p_comm=virtual_size > 1,
         batch_p2p_comm=virtual_size == 1,
         # A microbatch holds as many tokens as its sequences have.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -18,7 +19,8 @@ _CPU = torch.device("cpu")
 def install() -> None:
     """Redirect this process's CUDA calls to the CPU, for as long as it lives.
 
-    Mutates: attributes of `torch.cuda`; enters a global TorchFunctionMode. Idempotent.
+    Mutates: attributes of `torch.cuda`, and one of Megatron's token dispatcher; enters a global
+        TorchFunctionMode. Idempotent.
     """
     if torch.cuda.current_device is _current_device:
         return
@@ -32,11 +34,18 @@ def install() -> None:
         setattr(torch.cuda, name, lambda device=None: _IdleStream())
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.Stream = torch.cuda.Event = _IdleStream
+    token_dispatcher.maybe_move_tensor_to_cpu = _read_splits
     # The generator behind Megatron's tensor-parallel seeds is the CPU's.
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+
+
+def _read_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron's `maybe_move_tensor_to_cpu` does for a CUDA tensor; a CPU's it leaves as it
+    is, though the exchange of tokens between experts takes no tensor as its splits."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_stapo.algo.aggregation import compute_loss_weights, compute_unit_ids, count_units
 from megatron_stapo.algo.off_policy import compute_sequence_mask
 from megatron_stapo.algo.policy_loss import compute_covariance, select_clip_cov_candidates
+from megatron_stapo.algo.s2t import select_rare
 from megatron_stapo.algo.theory import (
     compute_entropy_change,
     compute_gradient_weights,
@@ -83,9 +84,8 @@ class MaskAssigner:
             threshold = self._mask_tokens(seed, num_updates)
         if phase != "all":
             assert algorithm.lopti_prob_threshold is not None
-            log_threshold = math.log(algorithm.lopti_prob_threshold)
             for m in self._microbatches:
-                is_rare_T = m.old_logprobs_T < log_threshold
+                is_rare_T = select_rare(m.old_logprobs_T, algorithm.lopti_prob_threshold)
                 m.loss_mask_T = m.loss_mask_T & (is_rare_T if phase == "rare" else ~is_rare_T)
         if algorithm.policy_loss == "gspo":
             ratios = self._average_by_sequence(
@@ -247,7 +247,7 @@ class MaskAssigner:
                 algorithm.clip_high,
             )
             norms = compute_squared_gradient_norm(logprobs, m.collision_T[mask_T], weights).sqrt()
-            changes = compute_entropy_change(logprobs, entropy, m.advantages_T[mask_T])
+            changes = compute_entropy_change(logprobs, entropy, weights)
             quadrants = compute_quadrants(logprobs, entropy, algorithm.prob_threshold, threshold)
             for number, name in enumerate(QUADRANTS):
                 own = quadrants == number

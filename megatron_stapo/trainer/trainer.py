@@ -185,7 +185,7 @@ class Trainer:
                     check_finite("log-probability", m.logprobs_T, *where)
                     check_finite("entropy", m.entropy_T, *where)
             except ValueError as refused:
-                error = f"{refused} The weights have diverged: lower optimizer.lr."
+                error = str(refused)
         fail_together(error, self.groups)
         minibatch.num_updates_scored = self.num_updates
 

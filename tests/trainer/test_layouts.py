@@ -12,7 +12,7 @@ import torch
 from tests.layouts import BALANCE_COEF, LAYOUTS, SINGLE, Layout
 from tests.reference import ReferenceQwen3, Sequence, StepResult, reference_step
 from tests.tiny_model import VOCAB_SIZE
-from tests.workers import build_config, build_groups, run_step
+from tests.workers import build_config, build_groups, compute_noise, run_step
 
 pytestmark = pytest.mark.distributed
 
@@ -44,10 +44,17 @@ def references(tiny_models):
         config = build_config(tiny_models[name])
         groups = build_groups(config, VOCAB_SIZE)
         sequences = to_sequences(groups[: config.algorithm.num_prompts_per_minibatch])
+        model = ReferenceQwen3(tiny_models[name])
+        with torch.no_grad():
+            old_logprobs = [
+                model.score(s, 0.8)[0]
+                + compute_noise(torch.tensor(i), len(s.prompt) - 1 + torch.arange(len(s.response)))
+                for i, s in enumerate(sequences)
+            ]
         result = reference_step(
-            ReferenceQwen3(tiny_models[name]),
+            model,
             sequences,
-            None,
+            old_logprobs,
             0.02,
             0.75,
             temperature=0.8,
@@ -84,7 +91,9 @@ def format_table(errors: dict[Layout, dict[str, float]]) -> str:
     return f"""# Layouts
 
 One STAPO update of a tiny Qwen3 in float32 on CPUs over gloo, held to a float64 reference that
-shares no code with the package: one process, one sequence at a time, full softmax. The table is
+shares no code with the package: one process, one sequence at a time, full softmax. The old
+log-probabilities differ from the current ones by up to 0.4 nats, so that ratios are clipped. The
+table is
 written by `pytest tests/trainer/test_layouts.py --write-layout-table`, which fails on any mask
 that differs by one token and on any error above its tolerance.
 
@@ -141,7 +150,9 @@ def measure_errors(ranks, sequences, expected: StepResult) -> dict[str, float]:
 def test_step_equals_the_float64_reference(rank_pool, tiny_models, references, table, layout):
     groups, sequences, expected = references[layout.model]
     config = layout.build_config(tiny_models[layout.model], optimizer__max_grad_norm=MAX_GRAD_NORM)
-    ranks = rank_pool.run(run_step, config.parallel.world_size, config, groups, 1, layout.reverse)
+    ranks = rank_pool.run(
+        run_step, config.parallel.world_size, config, groups, 1, layout.reverse, True
+    )
     errors = measure_errors(ranks, sequences, expected)
     for name, (tolerance, _) in TOLERANCES.items():
         assert errors[name] <= tolerance, name
@@ -205,4 +216,4 @@ def test_the_reference_has_the_logits_of_transformers(tiny_models):
             expected = model(torch.tensor([token_ids])).logits[0]
             ours = ReferenceQwen3(path).logits(token_ids)
         # transformers normalises and rotates in float32 whatever the dtype.
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)

@@ -1,131 +1,26 @@
-"""Statistics, mask, loss and gradient of a step against the float64 reference, in every layout."""
+"""What holds of a step in every layout alike: switches, precision, isolation, extreme batches."""
+
+import dataclasses
 
 import pytest
 import torch
 
-from tests.reference import ReferenceQwen3, Sequence, reference_step
+from tests.layouts import SINGLE, Layout
 from tests.tiny_model import VOCAB_SIZE
-from tests.workers import build_config, build_groups, run_step
+from tests.workers import build_config, build_groups, run_step, run_step_error
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = [
-    # tp, pp, dp, sequence parallel, token budget of a microbatch
-    (1, 1, 1, False, 90),
-    (1, 1, 1, False, 600),
-    (2, 1, 1, False, 90),
-    (2, 1, 1, True, 120),
-    (1, 2, 1, False, 90),
-    (1, 1, 2, False, 90),
-    (2, 2, 1, True, 90),
-    (2, 1, 2, False, 120),
-    (1, 2, 2, False, 600),
-    (1, 1, 4, False, 90),
-    (4, 1, 1, False, 90),
-]
 
-
-def layout_config(path, layout, **changes):
-    tp_size, pp_size, dp_size, sequence_parallel, budget = layout
-    return build_config(
-        path,
-        **{
-            "parallel__tensor_model_parallel_size": tp_size,
-            "parallel__pipeline_model_parallel_size": pp_size,
-            "parallel__data_parallel_size": dp_size,
-            "parallel__sequence_parallel": sequence_parallel,
-            "data__max_microbatch_tokens": budget,
-            "rollout__temperature": 0.8,
-            **changes,
-        },
-    )
-
-
-def to_sequences(groups):
-    return [
-        Sequence(group.prompt.token_ids, rollout.token_ids, rollout.advantage)
-        for group in groups
-        for rollout in group.rollouts
-    ]
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_models):
-    """First mini-batch of `build_groups`, by kind of embedding."""
-
-    def compute(path):
-        config = build_config(path)
-        groups = build_groups(config, VOCAB_SIZE)
-        sequences = to_sequences(groups[: config.algorithm.num_prompts_per_minibatch])
-        result = reference_step(ReferenceQwen3(path), sequences, None, 0.02, 0.75, temperature=0.8)
-        assert result.num_candidates > 10  # or the mask would not be tested
-        return groups, sequences, result
-
-    return {name: compute(path) for name, path in tiny_models.items()}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("embedding", ["tied", "untied"])
-def test_step_equals_the_float64_reference(rank_pool, tiny_models, reference, embedding, layout):
-    groups, sequences, expected = reference[embedding]
-    config = layout_config(tiny_models[embedding], layout)
-    ranks = rank_pool.run(run_step, config.parallel.world_size, config, groups, 1)
-
-    tokens = {}
+def by_sequence(ranks, stream):
+    """Values of one token stream of the first mini-batch by (sequence, position)."""
+    values = {}
     for rank in ranks:
-        for by_sequence in rank["tokens"]:
-            tokens.update(by_sequence)
-    assert len(tokens) == len(sequences)
-    for sequence, logprobs, entropy, mask in zip(
-        sequences, expected.logprobs, expected.entropies, expected.masks, strict=True
-    ):
-        ours = tokens[tuple(sequence.prompt + sequence.response)]
-        torch.testing.assert_close(ours[0].double(), logprobs, rtol=0, atol=2e-5)
-        torch.testing.assert_close(ours[1].double(), entropy, rtol=0, atol=2e-5)
-        assert torch.equal(ours[2], mask)
-
-    metrics = ranks[0]["metrics"]
-    assert metrics["num_masked"] == sum(int((~m).sum()) for m in expected.masks)
-    assert metrics["num_candidates"] == expected.num_candidates
-    assert metrics["entropy_threshold"] == pytest.approx(expected.threshold, rel=1e-5)
-    for rank in ranks:
-        assert rank["updates"] == ranks[0]["updates"]
-        assert rank["metrics"] == ranks[0]["metrics"]
-    update = ranks[0]["updates"][0]
-    assert update["loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
-    assert update["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
-    if config.parallel.data_parallel_size == 1:
-        for name, gradient in expected.gradients.items():
-            torch.testing.assert_close(
-                ranks[0]["gradients"][name].double(),
-                gradient,
-                rtol=1e-4,
-                atol=1e-5 * expected.grad_norm,
-                msg=name,
-            )
-
-
-def test_two_updates_agree_between_layouts(rank_pool, tiny_models):
-    """The second mini-batch is masked under the weights that the first update made."""
-    groups = build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE)
-
-    def run(layout):
-        config = layout_config(tiny_models["tied"], layout)
-        return rank_pool.run(run_step, config.parallel.world_size, config, groups, 2)[0]
-
-    single = run((1, 1, 1, False, 600))
-    assert single["metrics"]["ratio_max"] > 1.01  # the second update is off-policy
-    for layout in [(2, 2, 1, True, 90), (1, 1, 4, False, 90), (2, 1, 2, False, 120)]:
-        other = run(layout)
-        for ours, theirs in zip(other["updates"], single["updates"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-        for name in ("num_masked", "num_candidates", "num_response_tokens"):
-            assert other["metrics"][name] == single["metrics"][name]
-        for name, weight in single["weights"].items():
-            # Adam's first steps move a weight by lr whatever its gradient's size, so that rounding
-            # shows where a gradient is all but zero.
-            torch.testing.assert_close(other["weights"][name], weight, rtol=0, atol=2e-4)
-            assert (other["weights"][name] - weight).abs().mean() < 1e-6
+        if rank["tokens"][0] is not None:
+            tokens = rank["tokens"][0]
+            keys = map(tuple, tokens.keys_N2.tolist())
+            values.update(zip(keys, getattr(tokens, stream).tolist(), strict=True))
+    return values
 
 
 @pytest.mark.parametrize("off", [{"entropy_quantile": 0.0}, {"prob_threshold": 0.0}])
@@ -137,7 +32,7 @@ def test_s2t_off_gives_the_unmasked_loss_bit_for_bit(rank_pool, tiny_models, off
 
     def run(settings):
         changes = {f"algorithm__{name}": value for name, value in settings.items()}
-        config = layout_config(tiny_models["tied"], (1, 1, 1, False, 90), **changes)
+        config = Layout().build_config(tiny_models["tied"], **changes)
         return rank_pool.run(run_step, 1, config, groups, 2)[0]
 
     ours, unmasked = run(off), run(empty)
@@ -151,7 +46,7 @@ def test_a_step_in_bf16_stays_near_fp32(rank_pool, tiny_models):
     groups = build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE)
 
     def run(dtype):
-        config = layout_config(tiny_models["tied"], (2, 1, 1, True, 90), model__dtype=dtype)
+        config = Layout(tp=2, sp=True).build_config(tiny_models["tied"], model__dtype=dtype)
         return rank_pool.run(run_step, 2, config, groups, 1)[0]
 
     bf16, fp32 = run("bfloat16"), run("float32")
@@ -161,3 +56,84 @@ def test_a_step_in_bf16_stays_near_fp32(rank_pool, tiny_models):
     assert bf16["updates"][0]["grad_norm"] == pytest.approx(
         fp32["updates"][0]["grad_norm"], rel=0.1
     )
+
+
+@pytest.mark.parametrize(
+    "layout", [SINGLE, Layout(cp=2, budget=300), Layout(tp=2, sp=True, budget=600)], ids=str
+)
+def test_a_perturbed_sequence_changes_no_other_log_prob_in_its_pack(rank_pool, tiny_models, layout):
+    config = layout.build_config(tiny_models["tied"])
+    before, after = (build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE) for _ in range(2))
+    changed = after[0].rollouts[2]
+    changed.token_ids = [(t + 1) % VOCAB_SIZE for t in changed.token_ids]
+
+    def run(groups):
+        ranks = rank_pool.run(run_step, config.parallel.world_size, config, groups, 1)
+        assert ranks[0]["num_microbatches"] == 1  # all in one pack
+        return by_sequence(ranks, "logprobs_N")
+
+    ours, theirs = run(before), run(after)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert (theirs[key] == value) == (key[0] != 2), key
+
+
+def test_ranks_without_a_token_to_train_take_part(rank_pool, tiny_models):
+    """Two sequences on four ranks, one of them without a response."""
+    groups = build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE)[:1]
+    del groups[0].rollouts[2:]
+    empty = groups[0].rollouts[1]
+    empty.token_ids, empty.rollout_logprobs = [], []
+
+    def run(layout):
+        config = layout.build_config(tiny_models["tied"], algorithm__num_prompts_per_minibatch=1)
+        return rank_pool.run(run_step, config.parallel.world_size, config, groups, 1)[0]
+
+    single = run(SINGLE)
+    assert single["updates"][0]["grad_norm"] > 0
+    for layout in (Layout(dp=4), Layout(dp=2, pp=2, vpp=2), Layout(cp=2, dp=2)):
+        other = run(layout)
+        assert other["updates"][0] == pytest.approx(single["updates"][0], rel=1e-5)
+        assert other["metrics"]["num_masked"] == single["metrics"]["num_masked"]
+
+
+def test_a_minibatch_without_any_token_changes_no_weight_by_its_gradient(rank_pool, tiny_models):
+    """Every response was cut, and cut ones are left out: the gradient is zero, not NaN."""
+    groups = build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE)
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.finish_reason = "length"
+    config = Layout(dp=2).build_config(tiny_models["tied"], algorithm__filter_truncated=True)
+    [update] = rank_pool.run(run_step, 2, config, groups, 1)[0]["updates"]
+    assert update["loss"] == update["grad_norm"] == 0.0
+
+
+def test_a_broken_weight_stops_every_rank_with_the_token(rank_pool, tiny_models, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for file in tiny_models["untied"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"][5] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = Layout(model="untied", tp=2, pp=2).build_config(tmp_path)
+    groups = build_groups(build_config(tmp_path), VOCAB_SIZE)
+    results = rank_pool.run(run_step_error, 4, config, groups)
+    assert len(set(results)) == 1
+    assert "log-probability of" in results[0] and "nan at sequence" in results[0]
+
+
+def test_quadrants_add_up_to_the_tokens_with_positive_advantage(rank_pool, tiny_models):
+    groups = build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE)
+
+    def run(layout):
+        config = dataclasses.replace(layout.build_config(tiny_models["tied"]), log_quadrants=True)
+        return rank_pool.run(run_step, config.parallel.world_size, config, groups, 1)[0]["metrics"]
+
+    single, other = run(SINGLE), run(Layout(tp=2, cp=2))
+    positive = sum(len(r.token_ids) for g in groups[:2] for r in g.rollouts if r.advantage > 0)
+    names = ("rare_certain", "rare_open", "likely_certain", "likely_open")
+    assert sum(single.get(f"num_{name}", 0) for name in names) == positive
+    assert single["num_rare_certain"] == single["num_masked"]
+    for name, value in single.items():
+        assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
