@@ -255,9 +255,8 @@ def run_verify(
 
         from megatron_stapo.verify import problem, ranks
 
-        reduced = problem.reduce_config(config)
+        reduced, num_layers = problem.reduce_config(config)
         if groups.rank == 0:
-            num_layers = problem.count_layers(reduced)
             problem.write_reduced_model(config.model.path, Path(reduced.model.path), num_layers)
         dist.barrier()
         _break_trainer(breakage, groups, patch)

@@ -151,7 +151,7 @@ def check_finite(
     )
     raise ValueError(
         f"{name} of {int(broken_T.sum())} tokens is not finite: {tokens}. The model's logits have "
-        "overflowed: lower optimizer.lr and resume from a checkpoint before this step."
+        "overflowed; lower optimizer.lr."
     )
 
 

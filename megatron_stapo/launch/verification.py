@@ -16,14 +16,14 @@ def launch_verification(config: Config) -> int:
         Exit code: 0 where every number agrees, 1 where one does not or a rank failed; else as
         `launch`.
     """
-    from megatron_stapo.verify.problem import count_layers, reduce_config, write_reduced_model
+    from megatron_stapo.verify.problem import reduce_config, write_reduced_model
     from megatron_stapo.verify.report import REPORT_FILE, format_report
 
-    reduced = reduce_config(config)
+    reduced, num_layers = reduce_config(config)
     report_path = Path(reduced.run_dir) / REPORT_FILE
 
     def prepare() -> None:
-        write_reduced_model(config.model.path, Path(reduced.model.path), count_layers(reduced))
+        write_reduced_model(config.model.path, Path(reduced.model.path), num_layers)
 
     def read(summary: dict[str, Any]) -> str:
         if not report_path.exists():

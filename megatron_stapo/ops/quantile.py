@@ -69,8 +69,7 @@ def compute_quantile(values_N: torch.Tensor, q: float, group: ProcessGroup | Non
         raise ValueError(
             f"{num_broken} of the population's {num_values} values are not finite, "
             f"{num_broken_here} of them on this rank (the first at indices {first}): the model's "
-            "logits have overflowed. Lower optimizer.lr and resume from a checkpoint before this "
-            "step."
+            "logits have overflowed; lower optimizer.lr."
         )
     if num_values == 0:
         return -math.inf

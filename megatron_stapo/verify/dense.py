@@ -44,7 +44,11 @@ def compute_dense_step(
         groups: the whole mini-batch.
         phase: the tokens of the update.
     """
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the grouped products have no float64
+    )
     algorithm = config.algorithm
     has_balance = algorithm.router_aux_loss_coef > 0
     microbatches, inputs = [], []
@@ -101,10 +105,10 @@ def compute_dense_step(
                 total = total + algorithm.router_aux_loss_coef * balance
         if total.requires_grad:
             total.backward()
-    gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in model.named_parameters()
-    }
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients.update(_split_experts(name, gradient))
     grad_norm = float(sum(g.square().sum() for g in gradients.values()) ** 0.5)
     clip = min(1.0, config.optimizer.max_grad_norm / (grad_norm + 1e-6))
     return DenseStep(
@@ -132,6 +136,20 @@ def _build_microbatch(
         advantages_T=torch.full((size,), advantage, dtype=torch.float64),
         rollout_logprobs_T=torch.zeros(size, dtype=torch.float64),
     )
+
+
+def _split_experts(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """transformers holds a layer's experts in two tensors; a folder names each matrix."""
+    layer, separator, matrix = name.partition(".mlp.experts.")
+    if not separator:
+        return {name: gradient}
+    parts = {}
+    for number, expert in enumerate(gradient):
+        prefix = f"{layer}.mlp.experts.{number}"
+        halves = expert.chunk(2) if matrix == "gate_up_proj" else [expert]
+        names = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
+        parts |= {f"{prefix}.{n}.weight": half for n, half in zip(names, halves, strict=True)}
+    return parts
 
 
 def _count_choices(probs: torch.Tensor, model_json: dict[str, int]) -> torch.Tensor:

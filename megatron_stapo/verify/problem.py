@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from megatron_stapo.algo.advantage import compute_group_advantages
 from megatron_stapo.algo.token_mask import compute_uniforms
-from megatron_stapo.config import Config, compute_layers_per_chunk, load_model_json
+from megatron_stapo.config import Config, ParallelConfig, load_model_json
 from megatron_stapo.model.weights import build_weight_table, find_tensor_files, read_tensor
 from megatron_stapo.types import Minibatch, Prompt, Rollout, RolloutGroup
 
@@ -21,12 +21,15 @@ MAX_GROUP_SIZE = 4
 MODEL_FOLDER = "model"
 
 
-def reduce_config(config: Config) -> Config:
+def reduce_config(config: Config) -> tuple[Config, int]:
     """Keep the recipe's layout and algorithm; shrink what only costs time.
 
     The model gets one layer per chunk, two in the middle of an uneven pipeline and on a single
     stage; float32, because round-off is what is measured; a mini-batch of a few short sequences,
     two to a microbatch. Dynamic sampling and length rules, which choose sequences, are off.
+
+    Returns:
+        The config, and the layers of its model.
 
     Raises:
         ValueError: the recipe asks for a loss that depends on the layout by definition.
@@ -36,16 +39,15 @@ def reduce_config(config: Config) -> Config:
             "algorithm.aggregation=verl_microbatch_mean: depends on the microbatches by "
             "definition, so there is nothing to verify; use another."
         )
-    parallel = config.parallel
-    chunks = parallel.virtual_pipeline_model_parallel_size
-    first = parallel.num_layers_in_first_pipeline_stage
-    last = parallel.num_layers_in_last_pipeline_stage
+    parallel, num_layers = _reduce_depth(
+        config.parallel, load_model_json(config.model.path)["num_hidden_layers"]
+    )
     group_size = min(config.rollout.group_size, MAX_GROUP_SIZE)
     num_prompts = max(4, -(-2 * parallel.data_parallel_size // group_size))
     longest = MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS
     longest += -longest % parallel.sequence_multiple
     run_dir = f"{config.run_dir}_verify"
-    return dataclasses.replace(
+    reduced = dataclasses.replace(
         config,
         run_dir=run_dir,
         num_steps=1,
@@ -53,11 +55,7 @@ def reduce_config(config: Config) -> Config:
         model=dataclasses.replace(
             config.model, path=str(Path(run_dir) / MODEL_FOLDER), dtype="float32"
         ),
-        parallel=dataclasses.replace(
-            parallel,
-            num_layers_in_first_pipeline_stage=first and chunks,
-            num_layers_in_last_pipeline_stage=last and (2 * chunks if first else chunks),
-        ),
+        parallel=parallel,
         data=dataclasses.replace(
             config.data,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
@@ -80,31 +78,32 @@ def reduce_config(config: Config) -> Config:
         ),
         optimizer=dataclasses.replace(config.optimizer, num_warmup_steps=0),
     )
+    return reduced, num_layers
 
 
-def count_layers(config: Config) -> int:
-    """Layers of the reduced model, for a config from `reduce_config`."""
-    parallel = config.parallel
+def _reduce_depth(parallel: ParallelConfig, max_layers: int) -> tuple[ParallelConfig, int]:
+    """The layout with as few layers as keep its shape, or as it is where the model has no more."""
     chunks = parallel.virtual_pipeline_model_parallel_size
-    named = [
-        n
-        for n in (
-            parallel.num_layers_in_first_pipeline_stage,
-            parallel.num_layers_in_last_pipeline_stage,
-        )
-        if n is not None
-    ]
-    others = parallel.pipeline_model_parallel_size - len(named)
-    per_stage = chunks * (2 if named or parallel.pipeline_model_parallel_size == 1 else 1)
-    num_layers = sum(named) + others * per_stage
-    compute_layers_per_chunk(parallel, num_layers)  # raises where this function is wrong
-    return num_layers
+    has_first = parallel.num_layers_in_first_pipeline_stage is not None
+    has_last = parallel.num_layers_in_last_pipeline_stage is not None
+    first = chunks if has_first else None
+    last = None if not has_last else 2 * chunks if has_first else chunks
+    num_even = parallel.pipeline_model_parallel_size - has_first - has_last
+    is_plain_pipeline = parallel.pipeline_model_parallel_size > 1 and not has_first and not has_last
+    num_layers = (first or 0) + (last or 0) + num_even * chunks * (1 if is_plain_pipeline else 2)
+    if num_layers > max_layers:
+        return parallel, max_layers
+    reduced = dataclasses.replace(
+        parallel,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    return reduced, num_layers
 
 
 def write_reduced_model(source: str, out: Path, num_layers: int) -> None:
     """Write the first layers of a Hugging Face model as a folder of its own, in float32."""
     model_json = json.loads((Path(source) / "config.json").read_text())
-    num_layers = min(num_layers, model_json["num_hidden_layers"])
     model_json["num_hidden_layers"] = num_layers
     if "layer_types" in model_json:
         model_json["layer_types"] = model_json["layer_types"][:num_layers]

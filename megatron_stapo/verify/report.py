@@ -68,10 +68,10 @@ def compare(
         rows.append(_worst_row(label, errors))
     clipped_norm = math.sqrt(sum(float(g.square().sum()) for g in dense.gradients.values()))
     errors = []
+    assert gradients.keys() == dense.gradients.keys()
     for name, gradient in dense.gradients.items():
-        if name in gradients:  # a tied head is the embedding
-            difference = (gradients[name].double() - gradient.cpu()).abs().max()
-            errors.append((float(difference) / max(clipped_norm, 1e-12), name))
+        difference = (gradients[name].double() - gradient).abs().max()
+        errors.append((float(difference) / max(clipped_norm, 1e-12), name))
     rows.append(_worst_row("gradients, after clipping (largest entry / norm)", errors))
     rows.append(_compare_replicas(ranks))
     return rows
