@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_stapo.config import Config
+from megatron_stapo.algorithms import ALGORITHMS
+from megatron_stapo.config import AlgorithmConfig, Config
 
 
 def list_recipes() -> list[str]:
@@ -71,7 +72,8 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     Args:
         config: of the recipe.
         overrides: `field=value` or `group.field=value`. none stands for None, true and false for
-            booleans.
+            booleans. `algorithm=NAME` takes the settings of a named algorithm, all but the recipe's
+            num_prompts_per_minibatch; `algorithm.field=value` then changes single ones.
 
     Raises:
         ValueError: unknown field, a value of another type, a field given twice, or a value that a
@@ -79,10 +81,16 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """
     fields = _list_fields()
     values: dict[str, Any] = {}
+    algorithm = config.algorithm
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator:
             raise ValueError(f"{override}: an override is group.field=value.")
+        if name == "algorithm":
+            if algorithm is not config.algorithm:
+                raise ValueError(f"{override}: algorithm is given twice; give it once.")
+            algorithm = _build_algorithm(text, config)
+            continue
         if name not in fields:
             raise ValueError(f"{override}: no field {name}.{_suggest_field(name, fields)}")
         if name in values:
@@ -92,7 +100,8 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
         # The folder of the recipe's name was derived, so the new name derives a new one.
         values["run_dir"] = ""
 
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {} if algorithm is config.algorithm else {"algorithm": {}}
+    groups = {"algorithm": algorithm}
     for name, value in values.items():
         group, separator, field = name.partition(".")
         if separator:
@@ -102,12 +111,22 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     return dataclasses.replace(
         config,
         **{
-            name: dataclasses.replace(getattr(config, name), **change)
+            name: dataclasses.replace(groups.get(name, getattr(config, name)), **change)
             if isinstance(change, dict)
             else change
             for name, change in changes.items()
         },
     )
+
+
+def _build_algorithm(name: str, config: Config) -> AlgorithmConfig:
+    if name not in ALGORITHMS:
+        raise ValueError(
+            f"algorithm={name}: unknown.{_suggest(name, list(ALGORITHMS))} Algorithms: "
+            f"{', '.join(ALGORITHMS)}."
+        )
+    size = config.algorithm.num_prompts_per_minibatch
+    return ALGORITHMS[name](num_prompts_per_minibatch=size)
 
 
 def _list_fields() -> dict[str, Any]:

@@ -123,3 +123,19 @@ def test_a_recipe_file_without_its_function_is_refused(tmp_path, name, value, me
 def test_a_recipe_file_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.py: no such file"):
         load_recipe(str(tmp_path / "nowhere.py"))
+
+
+def test_an_algorithm_is_taken_by_name_and_then_changed():
+    config = load_recipe("tiny_stapo")
+    changed = apply_overrides(config, ["algorithm.clip_high=0.3", "algorithm=gspo"])
+    assert changed.algorithm.policy_loss == "gspo"
+    assert changed.algorithm.clip_high == 0.3
+    assert changed.algorithm.clip_low == 3e-4
+    size = config.algorithm.num_prompts_per_minibatch
+    assert changed.algorithm.num_prompts_per_minibatch == size
+    with pytest.raises(ValueError, match=r"algorithm=gsop: unknown. Did you mean gspo"):
+        apply_overrides(config, ["algorithm=gsop"])
+    with pytest.raises(ValueError, match="given twice"):
+        apply_overrides(config, ["algorithm=gspo", "algorithm=grpo"])
+    with pytest.raises(ValueError, match=r"overlong_buffer_tokens=4096: exceeds"):
+        apply_overrides(config, ["algorithm=dapo"])

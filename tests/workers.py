@@ -254,8 +254,9 @@ def run_verify(
         import torch.distributed as dist
 
         from megatron_stapo.verify import problem, ranks
+        from megatron_stapo.verify.reduce import reduce_config
 
-        reduced, num_layers = problem.reduce_config(config)
+        reduced, num_layers = reduce_config(config)
         if groups.rank == 0:
             problem.write_reduced_model(config.model.path, Path(reduced.model.path), num_layers)
         dist.barrier()

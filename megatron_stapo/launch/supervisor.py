@@ -33,7 +33,6 @@ _STOP_TIMEOUT_S = 30.0
 def launch(
     config: Config,
     tasks: Sequence[Task],
-    prepare: Callable[[], None] | None = None,
     format_report: Callable[[dict[str, Any]], str] = format_summary,
 ) -> int:
     """Run the tasks, show their progress, write the summary.
@@ -41,7 +40,6 @@ def launch(
     Args:
         config: saved as config.json in its run folder, where the tasks read it.
         tasks: of `build_tasks`; the run succeeds when the one named trainer does.
-        prepare: adds files to the claimed run folder before anything starts.
         format_report: what is printed at the end, from the summary.
 
     Returns:
@@ -54,8 +52,6 @@ def launch(
     with claim_run_folder(run_dir) as lock, _record_signals() as received:
         (run_dir / LOGS_FOLDER).mkdir()
         (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-        if prepare is not None:
-            prepare()
         start_s = time.monotonic()
         progress = ProgressPrinter(run_dir, config.num_steps)
         names = " and ".join(

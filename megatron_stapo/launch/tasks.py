@@ -26,15 +26,18 @@ class Task:
     """Number of copies that torchrun starts; 0 runs the command once, without torchrun."""
 
 
-def build_tasks(config: Config, trainer_module: str = "megatron_stapo.train") -> list[Task]:
+def build_tasks(
+    config: Config, trainer_module: str = "megatron_stapo.train", *trainer_arguments: str
+) -> list[Task]:
     """The run's commands, in the order in which they start.
 
     They read the config from the run folder and paths from the launcher's working directory.
 
     Args:
-        trainer_module: what every trainer rank runs.
+        trainer_module: what every trainer rank runs, with trainer_arguments beside the run folder.
     """
-    trainer_argv = [sys.executable, "-m", trainer_module, "--run-dir", config.run_dir]
+    trainer_argv = [sys.executable, "-m", trainer_module, *trainer_arguments]
+    trainer_argv += ["--run-dir", config.run_dir]
     tasks = []
     if config.rollout.engine == "vllm":
         host, port = "127.0.0.1", find_free_port()

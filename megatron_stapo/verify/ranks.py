@@ -1,10 +1,12 @@
 """Entry point of a rank of `stapo verify`: one update in the recipe's layout, compared on rank 0
 with the dense update.
 
-torchrun starts it as `python -m megatron_stapo.verify.ranks --run-dir DIR`.
+torchrun starts it as `python -m megatron_stapo.verify.ranks --source MODEL --num-layers N --run-dir
+DIR`.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -16,13 +18,14 @@ import torch.distributed as dist
 from megatron_stapo import config as config_module
 from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.data.packing import pack
+from megatron_stapo.observability.verification import write_report
 from megatron_stapo.parallel.groups import Groups, destroy_distributed, init_distributed
 from megatron_stapo.train import scatter_minibatches
 from megatron_stapo.trainer.trainer import Trainer
 from megatron_stapo.types import RolloutGroup
 from megatron_stapo.verify.dense import compute_dense_step
-from megatron_stapo.verify.problem import build_rollouts, perturb
-from megatron_stapo.verify.report import RankResult, Row, compare, write_report
+from megatron_stapo.verify.problem import build_rollouts, perturb, write_reduced_model
+from megatron_stapo.verify.report import RankResult, Row, compare
 from megatron_stapo.verify.snapshot import gather_gradients, snapshot_tokens
 
 
@@ -30,7 +33,7 @@ def verify(config: Config, groups: Groups) -> tuple[list[Row], dict[str, Any]] |
     """Take one update and compare it.
 
     Args:
-        config: from `reduce_config`, its model folder written.
+        config: from `reduce_config`; its model folder is written.
 
     Returns:
         On rank 0 the rows of the table and what was compared; None elsewhere.
@@ -93,11 +96,19 @@ def main() -> None:
     """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
-    run_dir = parser.parse_args().run_dir
+    parser.add_argument("--source", required=True, help="folder of the recipe's model")
+    parser.add_argument("--num-layers", type=int, required=True, help="of it to keep")
+    arguments = parser.parse_args()
+    run_dir = arguments.run_dir
     config = config_module.from_dict(json.loads((run_dir / "config.json").read_text()))
     groups = init_distributed(config.parallel, config.seed)
+    if groups.rank == 0:
+        write_reduced_model(arguments.source, Path(config.model.path), arguments.num_layers)
+    dist.barrier()
     if outcome := verify(config, groups):
-        write_report(run_dir, *outcome)
+        rows, details = outcome
+        values = [{**dataclasses.asdict(row), "passed": row.passed} for row in rows]
+        write_report(run_dir, values, details)
     destroy_distributed()
 
 

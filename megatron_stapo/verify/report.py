@@ -1,19 +1,14 @@
 """Compares what the ranks computed with the dense step, number by number."""
 
-import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_stapo.verify.dense import DenseStep
 from megatron_stapo.verify.snapshot import TokenSnapshot
 
-REPORT_FILE = "verify.json"
 TOLERANCE = 1e-4
 """Of every number but the masks, which must be identical: float32 round-off through a few layers
 stays ten times below it, and a wrong factor is a hundred times above."""
@@ -134,42 +129,3 @@ def _worst_row(
 ) -> Row:
     worst, where = max(errors, key=lambda error: math.inf if math.isnan(error[0]) else error[0])
     return Row(quantity=quantity, difference=worst, tolerance=tolerance, where=where)
-
-
-def write_report(run_dir: Path, rows: Sequence[Row], details: dict[str, Any]) -> None:
-    """Write verify.json; details say what was compared."""
-    values = [{**dataclasses.asdict(row), "passed": row.passed} for row in rows]
-    report = {"passed": all(row.passed for row in rows), **details, "rows": values}
-    (run_dir / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
-
-
-def format_report(report: dict[str, Any]) -> str:
-    """The table for people, from verify.json."""
-    heading = ("quantity", "worst difference", "tolerance", "", "at")
-    cells = [
-        (
-            row["quantity"],
-            f"{row['difference']:.2g}",
-            f"{row['tolerance']:.2g}",
-            "ok" if row["passed"] else "FAILED",
-            row["where"],
-        )
-        for row in report["rows"]
-    ]
-    widths = [max(len(row[i]) for row in [heading, *cells]) for i in range(len(heading))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [heading, *cells]
-    ]
-    what = (
-        f"{report['num_ranks']} ranks against one process in float64: {report['num_layers']} "
-        f"layers, {report['num_tokens']} tokens in {report['num_sequences']} sequences and "
-        f"{report['num_microbatches']} microbatches, {report['num_masked']} of "
-        f"{report['num_candidates']} candidates masked"
-    )
-    verdict = (
-        "the layout computes the dense update"
-        if report["passed"]
-        else "the layout does NOT compute the dense update"
-    )
-    return "\n".join([what, *lines, verdict])
