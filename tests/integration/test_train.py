@@ -82,6 +82,43 @@ def end(folder, launcher, processes, timeout_s=60):
     return exit_code, (folder / "stderr").read_text(), summary
 
 
+def run_verify(base, folder, *overrides, **environment):
+    recipe = folder / "coin.py"
+    recipe.write_text(RECIPE.format(base=base, run_dir=folder / "run"))
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_stapo.cli", "verify", str(recipe), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, **environment},
+    )
+
+
+def test_verify_passes_a_layout_and_fails_a_broken_one(base, tmp_path):
+    """Broken from outside, in the ranks alone: each takes the quantile of its own tokens."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import sys
+if "megatron_stapo.verify.ranks" in sys.orig_argv:
+    from megatron_stapo.ops import quantile
+    whole = quantile.compute_quantile
+    quantile.compute_quantile = lambda values, q, group: whole(values, q, None)
+"""
+    )
+    layout = ["parallel.tensor_model_parallel_size=1", "parallel.context_parallel_size=2"]
+    passed = run_verify(base, tmp_path, *layout)
+    assert passed.returncode == 0, passed.stderr
+    assert passed.stderr == ""
+    assert "the layout computes the dense update" in passed.stdout
+    broken = run_verify(base, tmp_path, *layout, PYTHONPATH=str(tmp_path))
+    assert broken.returncode == 1
+    [line] = [line for line in broken.stdout.splitlines() if line.startswith("loss mask")]
+    assert "FAILED" in line and "rank" in line
+    assert "does NOT compute" in broken.stdout
+    refused = run_verify(base, tmp_path, "algorithm.aggregation=verl_microbatch_mean")
+    assert refused.returncode == 2 and "nothing to verify" in refused.stderr
+
+
 @pytest.mark.vllm
 def test_a_run_learns_and_leaves_everything_a_reader_needs(base, tmp_path):
     launcher = start(base, tmp_path)
