@@ -351,6 +351,12 @@ class AlgorithmConfig:
         for name in ("tis_max_weight", "sequence_mask_min", "sequence_mask_max"):
             value = getattr(self, name)
             self._require(name, value is None or value > 0, "must be > 0, or None.")
+        if self.sequence_mask_min is not None and self.sequence_mask_max is not None:
+            self._require(
+                "sequence_mask_max",
+                self.sequence_mask_max > self.sequence_mask_min,
+                f"must exceed sequence_mask_min={self.sequence_mask_min}.",
+            )
 
     def _require(self, field_name: str, holds: bool, rule: str) -> None:
         _require(holds, f"algorithm.{field_name}", getattr(self, field_name), rule)
@@ -444,7 +450,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _require(self.num_steps >= 1, "num_steps", self.num_steps, "must be >= 1.")
-        _require(self.seed >= 0, "seed", self.seed, "must be >= 0.")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "must be in [0, 2^63).")
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
         _require(
@@ -466,11 +472,15 @@ class Config:
             )
         _require(
             not self.log_quadrants
-            or (self.algorithm.token_mask in ("s2t", "s2t_v1") and self.algorithm.masks_tokens),
+            or (
+                self.algorithm.token_mask in ("s2t", "s2t_v1")
+                and self.algorithm.masks_tokens
+                and self.algorithm.policy_loss == "clip"
+            ),
             "log_quadrants",
             self.log_quadrants,
-            "needs algorithm.token_mask=s2t or s2t_v1 switched on: its threshold splits the "
-            "entropies.",
+            "needs algorithm.token_mask=s2t or s2t_v1 switched on, whose threshold splits the "
+            "entropies, and policy_loss=clip, whose gradient is measured.",
         )
         longest = self.max_sequence_tokens
         longest += -longest % self.parallel.sequence_multiple
@@ -486,7 +496,8 @@ class Config:
             self.algorithm.overlong_buffer_tokens <= self.rollout.max_response_tokens,
             "algorithm.overlong_buffer_tokens",
             self.algorithm.overlong_buffer_tokens,
-            f"exceeds rollout.max_response_tokens={self.rollout.max_response_tokens}.",
+            f"exceeds rollout.max_response_tokens={self.rollout.max_response_tokens}; set a part "
+            "of it, DAPO a fifth, or 0 for no length penalty.",
         )
 
     @property

@@ -231,6 +231,7 @@ BREAKAGES = (
     "mean instead of sum",
     "quantile of each rank",
     "unshifted positions",
+    "every replica has every token",
     "one replica moved",
     "NaN on one rank",
 )
@@ -302,6 +303,10 @@ def _break_trainer(breakage: str, groups: Any, patch: pytest.MonkeyPatch) -> Non
             m.token_ids_T = m.token_ids_T.roll(1)
         return packed
 
+    def pack_everything(rollouts: Any, size: int, budget: int, parallel: Any) -> Any:
+        [whole] = pack(rollouts, size, budget, dataclasses.replace(parallel, data_parallel_size=1))
+        return [whole] * groups.dp_size
+
     if breakage == "factor of cp_size":
         patch.setattr(trainer, "compute_loss", scale_loss(lambda n: groups.cp_size))
     elif breakage == "mean instead of sum":
@@ -310,6 +315,8 @@ def _break_trainer(breakage: str, groups: Any, patch: pytest.MonkeyPatch) -> Non
         patch.setattr(masks, "compute_quantile", lambda v, q, group: compute_quantile(v, q, None))
     elif breakage == "unshifted positions":
         patch.setattr(ranks, "pack", pack_unshifted)
+    elif breakage == "every replica has every token":
+        patch.setattr(ranks, "pack", pack_everything)
     elif breakage == "one replica moved":
         patch.setattr(trainer.Trainer, "update", move_replica)
     elif breakage == "NaN on one rank":

@@ -49,6 +49,8 @@ def compute_dense_step(
         dtype=torch.float64,
         experts_implementation="eager",  # the grouped products have no float64
     )
+    # transformers' embedding withholds the gradient of the padding token, which may be sampled.
+    model.get_input_embeddings().padding_idx = None
     algorithm = config.algorithm
     has_balance = algorithm.router_aux_loss_coef > 0
     microbatches, inputs = [], []
@@ -91,7 +93,7 @@ def compute_dense_step(
     perturb(minibatch)
     sums = StepSums()
     assigner = MaskAssigner(minibatch, algorithm, config.rollout, None, sums)
-    num_trained = assigner.assign(phase, config.seed, 0)
+    num_trained = max(assigner.assign(phase, config.seed, 0), 1)
     loss = 0.0
     for number, m in enumerate(microbatches):
         logprobs, _, routers = score(number)

@@ -72,7 +72,7 @@ def verify(config: Config, groups: Groups) -> tuple[list[Row], dict[str, Any]] |
         "num_candidates": dense.num_candidates,
         "num_masked": int((~dense.tokens.loss_mask_N).sum()),
     }
-    return compare(results, gradients, dense), details
+    return compare(results, gradients, dense, groups.tp_size), details
 
 
 def _pack(config: Config, rollouts: Sequence[RolloutGroup], groups: Groups) -> Any:

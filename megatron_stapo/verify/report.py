@@ -46,17 +46,30 @@ class Row:
 
 
 def compare(
-    ranks: Sequence[RankResult], gradients: dict[str, torch.Tensor], dense: DenseStep
+    ranks: Sequence[RankResult],
+    gradients: dict[str, torch.Tensor],
+    dense: DenseStep,
+    tp_size: int,
 ) -> list[Row]:
     """Compare every rank's numbers with the dense step's.
 
     Args:
         gradients: gathered from all ranks, after clipping.
+        tp_size: ranks that hold each token.
     """
-    rows = _compare_tokens(ranks, dense.tokens)
+    rows = _compare_tokens(ranks, dense.tokens, tp_size)
+    is_vacuous = not dense.tokens.loss_mask_N.any()
+    rows.append(
+        Row(
+            quantity="nothing trains (1: the masks leave no token)",
+            difference=float(is_vacuous),
+            tolerance=0.0,
+            where="",
+        )
+    )
     for name, expected, scale in (
         ("loss", dense.loss, max(abs(dense.loss), 1.0)),
-        ("grad_norm", dense.grad_norm, dense.grad_norm),
+        ("grad_norm", dense.grad_norm, max(dense.grad_norm, 1e-12)),
     ):
         errors = [(abs(getattr(rank, name) - expected) / scale, rank.name) for rank in ranks]
         label = "loss" if name == "loss" else "gradient norm, before clipping (relative)"
@@ -72,14 +85,16 @@ def compare(
     return rows
 
 
-def _compare_tokens(ranks: Sequence[RankResult], expected: TokenSnapshot) -> list[Row]:
+def _compare_tokens(
+    ranks: Sequence[RankResult], expected: TokenSnapshot, tp_size: int
+) -> list[Row]:
     index = {tuple(key): i for i, key in enumerate(expected.keys_N2.tolist())}
     last_stage = [(rank, rank.tokens) for rank in ranks if rank.tokens is not None]
     errors: dict[str, list[tuple[float, str]]] = {"log-probability": [], "entropy": [], "mask": []}
     times_seen = torch.zeros(len(index))
     for rank, tokens in last_stage:
         order = [index[tuple(key)] for key in tokens.keys_N2.tolist()]
-        times_seen[order] += 1
+        times_seen += torch.bincount(torch.tensor(order, dtype=torch.int64), minlength=len(index))
         if not order:
             continue
         for what, ours, theirs in (
@@ -93,8 +108,8 @@ def _compare_tokens(ranks: Sequence[RankResult], expected: TokenSnapshot) -> lis
             errors[what].append((float(difference[at]), where))
         differing = int((tokens.loss_mask_N != expected.loss_mask_N[order]).sum())
         errors["mask"].append((float(differing), rank.name))
-    # Each token is on every tensor-parallel rank of one cell, so all are seen equally often.
-    uneven = int((times_seen != times_seen.max()).sum())
+    # Each token is on every tensor-parallel rank of one cell.
+    uneven = int((times_seen != tp_size).sum())
     return [
         Row(
             quantity="tokens missing or doubled (number)",

@@ -17,7 +17,7 @@ def verify(rank_pool, layout, path, run_dir, algorithm=None, breakage=""):
     rows, details = rank_pool.run(
         run_verify, config.parallel.world_size, config, algorithm, run_dir, breakage
     )[0]
-    assert len(rows) == 8
+    assert len(rows) == 9
     return rows, details
 
 
@@ -66,6 +66,26 @@ def test_layouts_pass(rank_pool, tiny_models, tmp_path, layout):
     assert details["num_candidates"] > 10
 
 
+def test_an_update_that_trains_nothing_is_not_called_right(rank_pool, tiny_models, tmp_path):
+    algorithm = ALGORITHMS["stapo"](num_prompts_per_minibatch=2, sequence_mask_min=1.9)
+    rows, _ = verify(rank_pool, Layout(dp=2), tiny_models["tied"], tmp_path, algorithm)
+    failed = {quantity for quantity, (_, passed) in rows.items() if not passed}
+    assert failed == {"nothing trains (1: the masks leave no token)"}
+
+
+def test_the_padding_token_may_be_sampled(rank_pool, tiny_models, tmp_path):
+    """transformers withholds its embedding's gradient, which is no fault of the layout."""
+    path = tmp_path / "padded"
+    path.mkdir()
+    for file in tiny_models["tied"].iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    text = (path / "config.json").read_text()
+    # Nearly every token of the vocabulary is drawn; 0 is drawn in prompts and responses.
+    (path / "config.json").write_text(text.replace('"pad_token_id": null', '"pad_token_id": 0'))
+    rows, _ = verify(rank_pool, Layout(), path, tmp_path)
+    assert all(passed for _, passed in rows.values()), rows
+
+
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_what_is_broken_fails(rank_pool, tiny_models, tmp_path, breakage):
     rows, _ = verify(rank_pool, Layout(cp=2, dp=2), tiny_models["untied"], tmp_path, None, breakage)
@@ -75,6 +95,7 @@ def test_what_is_broken_fails(rank_pool, tiny_models, tmp_path, breakage):
         "mean instead of sum": {"loss", "gradient norm, before clipping (relative)"},
         "quantile of each rank": {"loss mask (tokens that differ)"},
         "unshifted positions": {"log-probability (nats)"},
+        "every replica has every token": {"tokens missing or doubled (number)"},
         "one replica moved": {"weights of replicas, after the update (parts that differ)"},
         "NaN on one rank": {"loss"},
     }[breakage]
