@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -44,6 +45,11 @@ def test_a_config_survives_json(tmp_path):
         ),
         ("data", "max_microbatch_tokens", 10, r"must hold a rank's part of the longest sequence"),
         ("optimizer", "lr", 0.0, r"optimizer.lr=0.0"),
+        ("parallel", "virtual_pipeline_model_parallel_size", 2, r"has no effect"),
+        ("parallel", "recompute", "half", r"must be none, selective or full"),
+        ("parallel", "expert_model_parallel_size", 2, r"must divide the 1 ranks"),
+        ("algorithm", "policy_loss", "gspo", r"dual_clip=10.0: has no effect with .*gspo"),
+        ("algorithm", "overlong_buffer_tokens", 41, r"exceeds .*=40; set a part"),
     ],
 )
 def test_a_bad_value_is_refused_by_field_value_and_rule(tmp_path, group, field, value, message):
@@ -121,3 +127,19 @@ def test_defaults_are_the_papers(tmp_path):
 def test_import_is_light(module):
     script = f"import sys, {module}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
+def test_bounds_that_leave_no_sequence_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"sequence_mask_max=1.0: must exceed sequence_mask_min=2"):
+        build_config(tmp_path, algorithm__sequence_mask_min=2.0, algorithm__sequence_mask_max=1.0)
+
+
+def test_a_seed_beyond_64_bits_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"seed=\d+: must be in \[0, 2\^63\)"):
+        dataclasses.replace(build_config(tmp_path), seed=2**63)
+
+
+def test_quadrants_need_the_loss_whose_gradient_they_measure(tmp_path):
+    config = build_config(tmp_path, algorithm__policy_loss="gspo", algorithm__dual_clip=None)
+    with pytest.raises(ValueError, match=r"log_quadrants=True: needs .* policy_loss=clip"):
+        dataclasses.replace(config, log_quadrants=True)
