@@ -6,6 +6,9 @@ update. A positive advantage pulls the loss down as the log-probability rises.
 
 import torch
 
+_MAX_LOG_RATIO = 20.0
+"""Nats."""
+
 
 def compute_policy_loss(
     logprobs_T: torch.Tensor,
@@ -27,11 +30,12 @@ def compute_policy_loss(
             token with an exploded ratio cannot own the step; None leaves it unbounded.
 
     Returns:
-        [T] fp32.
+        [T] fp32. The ratio is cut at e^20.
 
     Source: STAPO, arXiv:2602.15620, section 3.1; dual clip: arXiv:1912.09729, equation 7.
     """
-    ratio_T = (logprobs_T - old_logprobs_T).exp()
+    # Beyond e^20 every bound has long taken the gradient, and an overflow would make 0 x inf of it.
+    ratio_T = (logprobs_T - old_logprobs_T).clamp(max=_MAX_LOG_RATIO).exp()
     loss_T = _compute_clipped_loss(ratio_T, advantages_T, clip_low, clip_high)
     if dual_clip is None:
         return loss_T

@@ -30,8 +30,10 @@ def compute_loss(
         context-parallel ranks and divides every gradient once.
     """
     mask_T = m.loss_mask_T
-    # where, not a product: what a masked token holds must not reach the sum.
-    loss_T = compute_token_loss(logprobs_T, m, algorithm) * m.loss_weights_T
+    # where, not a product, before the loss and after it: what a masked token holds must reach
+    # neither the sum nor the gradient.
+    safe_T = torch.where(mask_T, logprobs_T, m.old_logprobs_T.to(logprobs_T.dtype))
+    loss_T = compute_token_loss(safe_T, m, algorithm) * m.loss_weights_T
     loss_sum = torch.where(mask_T, loss_T, 0.0).sum()
     num_tokens = mask_T.sum(dtype=torch.int32)
     _add_clipping(logprobs_T.detach(), m, algorithm, sums)

@@ -157,3 +157,14 @@ def test_covariance_sums_to_that_of_the_population():
     expected = torch.cov(torch.stack([advantages, logprobs.detach()]), correction=0)[0, 1]
     assert covariance.mean().item() == pytest.approx(expected.item())
     assert not covariance.requires_grad
+
+
+@pytest.mark.parametrize("dual_clip", [10.0, None])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_an_exploded_ratio_leaves_a_finite_gradient(advantage, dual_clip):
+    logprobs = torch.tensor([-0.1], requires_grad=True)
+    loss = compute_policy_loss(
+        logprobs, torch.tensor([-95.1]), torch.tensor([advantage]), 0.2, 0.28, dual_clip
+    )
+    loss.sum().backward()
+    assert loss.isfinite().all() and logprobs.grad.isfinite().all()
