@@ -556,7 +556,7 @@ def check_model_layout(config: Config) -> None:
             extents = {what: model_json[key] for key, what in keys.items()}
             _require_divides(name, value, extents)
     _check_experts(config, model_json["num_experts"] if has_experts else 0)
-    compute_layers_per_chunk(config.parallel, model_json["num_hidden_layers"])
+    _check_stages(config.parallel, model_json["num_hidden_layers"])
     limit = model_json["max_position_embeddings"]
     _require(
         config.max_sequence_tokens <= limit,
@@ -615,15 +615,8 @@ def _check_experts(config: Config, num_experts: int) -> None:
     )
 
 
-def compute_layers_per_chunk(parallel: ParallelConfig, num_layers: int) -> list[int]:
-    """Share the layers among the pipeline stages, and each stage's among its chunks.
-
-    Returns:
-        For every stage the number of layers in each of its chunks.
-
-    Raises:
-        ValueError: they cannot be shared so; names the values that would do.
-    """
+def _check_stages(parallel: ParallelConfig, num_layers: int) -> None:
+    """Refuse layers that the stages, or the chunks of a stage, cannot share."""
     size, chunks = (
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
@@ -671,7 +664,6 @@ def compute_layers_per_chunk(parallel: ParallelConfig, num_layers: int) -> list[
             chunks,
             f"does not divide the {count} layers of a stage; the stages have {stages}.",
         )
-    return [count // chunks for count in stages]
 
 
 def to_dict(config: Config) -> dict[str, Any]:

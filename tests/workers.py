@@ -217,6 +217,35 @@ def run_step(
         }
 
 
+def run_reference(
+    config: Config, rollout_groups: list[RolloutGroup]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Score, update, score again: the log-probabilities of the first mini-batch before, those of
+    the reference after, and those after; None before the last stage."""
+    with joined_world(config) as groups:
+        from megatron_stapo.data.packing import pack
+        from megatron_stapo.trainer.trainer import Trainer
+
+        trainer = Trainer(config, groups)
+        size = config.algorithm.num_prompts_per_minibatch
+        [minibatches] = pack(rollout_groups, size, config.max_pack_tokens, config.parallel)
+        trainer.score(minibatches)
+        microbatches = minibatches[0].microbatches
+
+        def collect(name: str) -> torch.Tensor | None:
+            if not groups.is_last_stage:
+                return None
+            return torch.cat([getattr(m, name) for m in microbatches])
+
+        first = collect("old_logprobs_T")
+        trainer.assign_loss_masks(minibatches[0])
+        trainer.update(minibatches[0])
+        trainer.score(minibatches)
+        if first is None:
+            return None
+        return first, collect("ref_logprobs_T"), collect("old_logprobs_T")
+
+
 def run_step_error(config: Config, rollout_groups: list[RolloutGroup]) -> str:
     """What this rank raises in a step."""
     try:

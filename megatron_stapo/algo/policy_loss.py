@@ -174,12 +174,27 @@ def select_clip_cov_candidates(
 
     Source: Clip-Cov, arXiv:2505.22617; verl core_algos.py, compute_policy_loss_clip_cov.
     """
-    clipped_T = torch.where(
-        advantages_T > 0,
-        ratio_T > 1 + clip_high,
-        (advantages_T < 0) & (ratio_T < 1 - clip_low),
-    )
+    clipped_T = select_clipped(ratio_T, advantages_T, clip_low, clip_high)
     return mask_T & ~clipped_T & (covariance_T > cov_min) & (covariance_T < cov_max)
+
+
+def select_clipped(
+    ratio_T: torch.Tensor, advantages_T: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    """Mark the tokens whose gradient the clip takes.
+
+    Args:
+        ratio_T: [T] fp32. Current / old policy.
+        advantages_T: [T] fp32.
+        clip_low: in (0, 1].
+        clip_high: > 0.
+
+    Returns:
+        [T] bool.
+    """
+    too_high_T = (advantages_T > 0) & (ratio_T > 1 + clip_high)
+    too_low_T = (advantages_T < 0) & (ratio_T < 1 - clip_low)
+    return too_high_T | too_low_T
 
 
 def _compute_clipped_loss(

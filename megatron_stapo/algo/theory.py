@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from megatron_stapo.algo.policy_loss import select_clipped
 from megatron_stapo.algo.s2t import select_rare
 
 
@@ -30,9 +31,7 @@ def compute_gradient_weights(
 
     Source: the lemma on gradient norms, after arXiv:2505.12929.
     """
-    clipped_T = ((advantages_T > 0) & (ratio_T > 1 + clip_high)) | (
-        (advantages_T < 0) & (ratio_T < 1 - clip_low)
-    )
+    clipped_T = select_clipped(ratio_T, advantages_T, clip_low, clip_high)
     return (ratio_T * advantages_T).masked_fill(clipped_T, 0.0)
 
 

@@ -8,6 +8,7 @@ from megatron_stapo.algo.policy_loss import (
     compute_gspo_loss,
     compute_kl_penalty,
     compute_policy_loss,
+    select_clipped,
 )
 from megatron_stapo.config import AlgorithmConfig
 from megatron_stapo.trainer.metrics import StepSums
@@ -75,9 +76,7 @@ def _add_clipping(
     is_gspo = algorithm.policy_loss == "gspo"
     logratio_T = m.sequence_logratio_T if is_gspo else logprobs_T - m.old_logprobs_T
     ratio, advantages = logratio_T[mask_T].exp(), m.advantages_T[mask_T]
-    clipped = ((advantages > 0) & (ratio > 1 + algorithm.clip_high)) | (
-        (advantages < 0) & (ratio < 1 - algorithm.clip_low)
-    )
+    clipped = select_clipped(ratio, advantages, algorithm.clip_low, algorithm.clip_high)
     sums.add(num_trained=len(ratio), num_clipped=clipped.sum().item())
     sums.raise_to(ratio_max=ratio.max().item())
     if algorithm.tis_max_weight is not None:

@@ -101,16 +101,11 @@ def compute_dense_step(
         total = loss_sum / num_trained
         loss += float(total)
         if counts_LE is not None:
-            num_tokens = counts_LE[0].sum() / model_json["num_experts_per_tok"]
-            for probs, counts in zip(routers, counts_LE, strict=True):
-                balance = len(counts) * (counts / counts.sum() * probs.sum(0) / num_tokens).sum()
-                total = total + algorithm.router_aux_loss_coef * balance
+            balance = _compute_balance_loss(routers, counts_LE, model_json["num_experts_per_tok"])
+            total = total + algorithm.router_aux_loss_coef * balance
         if total.requires_grad:
             total.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients.update(_split_experts(name, gradient))
+    gradients = _collect_gradients(model)
     grad_norm = float(sum(g.square().sum() for g in gradients.values()) ** 0.5)
     clip = min(1.0, config.optimizer.max_grad_norm / (grad_norm + 1e-6))
     return DenseStep(
@@ -140,6 +135,15 @@ def _build_microbatch(
     )
 
 
+def _collect_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By the names of a Hugging Face folder; zeros where nothing reached a parameter."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients.update(_split_experts(name, gradient))
+    return gradients
+
+
 def _split_experts(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
     """transformers holds a layer's experts in two tensors; a folder names each matrix."""
     layer, separator, matrix = name.partition(".mlp.experts.")
@@ -152,6 +156,19 @@ def _split_experts(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]
         names = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
         parts |= {f"{prefix}.{n}.weight": half for n, half in zip(names, halves, strict=True)}
     return parts
+
+
+def _compute_balance_loss(
+    routers: Sequence[torch.Tensor], counts_LE: torch.Tensor, topk: int
+) -> torch.Tensor:
+    """One sequence's part of the sum over layers of E sum_e (share of e) x (mean probability of e),
+    share and mean over the mini-batch."""
+    num_tokens = counts_LE[0].sum() / topk
+    parts = [
+        len(counts) * (counts / counts.sum() * probs.sum(0) / num_tokens).sum()
+        for probs, counts in zip(routers, counts_LE, strict=True)
+    ]
+    return torch.stack(parts).sum()
 
 
 def _count_choices(probs: torch.Tensor, model_json: dict[str, int]) -> torch.Tensor:

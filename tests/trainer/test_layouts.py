@@ -3,11 +3,13 @@
 `pytest tests/trainer/test_layouts.py --write-layout-table` writes docs/layouts.md from the run.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.layouts import BALANCE_COEF, LAYOUTS, SINGLE, Layout
 from tests.reference import ReferenceQwen3, Sequence, StepResult, reference_step
@@ -92,9 +94,8 @@ def format_table(errors: dict[Layout, dict[str, float]]) -> str:
 
 One STAPO update of a tiny Qwen3 in float32 on CPUs over gloo, held to a float64 reference that
 shares no code with the package: one process, one sequence at a time, full softmax. The old
-log-probabilities differ from the current ones by up to 0.4 nats, so that ratios are clipped. The
-table is
-written by `pytest tests/trainer/test_layouts.py --write-layout-table`, which fails on any mask
+log-probabilities differ from the current ones by up to 0.4 nats, so that ratios are clipped.
+`pytest tests/trainer/test_layouts.py --write-layout-table` writes the table and fails on any mask
 that differs by one token and on any error above its tolerance.
 
 `tied` and `untied` are dense, by whether the head is the embedding; `experts` has 8 experts, 2 per
@@ -108,12 +109,13 @@ stage; budget is the tokens of a microbatch on one rank; reverse takes the micro
 """
 
 
-def measure_errors(ranks, sequences, expected: StepResult) -> dict[str, float]:
-    """Largest deviations of a run from the reference; fails where a mask differs."""
+def measure_errors(ranks, sequences, expected: StepResult, tp_size: int) -> dict[str, float]:
+    """Largest deviations of a run's last update, clipped, from the reference; fails where a mask
+    differs, or where a token is not on tp_size ranks exactly."""
     errors = dict.fromkeys(TOLERANCES, 0.0)
-    seen = set()
+    seen: Counter[tuple[int, int]] = Counter()
     for rank in ranks:
-        [tokens] = rank["tokens"]
+        tokens = rank["tokens"][-1]
         if tokens is None:
             continue
         for (sequence, position), logprob, entropy, mask in zip(
@@ -124,15 +126,16 @@ def measure_errors(ranks, sequences, expected: StepResult) -> dict[str, float]:
             strict=True,
         ):
             t = position - (len(sequences[sequence].prompt) - 1)
-            seen.add((sequence, t))
+            seen[sequence, t] += 1
             error = abs(logprob - expected.logprobs[sequence][t])
             errors["log-prob"] = max(errors["log-prob"], float(error))
             error = abs(entropy - expected.entropies[sequence][t])
             errors["entropy"] = max(errors["entropy"], float(error))
             assert mask == expected.masks[sequence][t], f"mask of token {t} of {sequence}"
-    assert len(seen) == sum(len(s.response) for s in sequences)
+    expected_tokens = {(i, t) for i, s in enumerate(sequences) for t in range(len(s.response))}
+    assert seen == dict.fromkeys(expected_tokens, tp_size)
 
-    update, gradients = ranks[0]["updates"][0], ranks[0]["gradients"]
+    update, gradients = ranks[0]["updates"][-1], ranks[0]["gradients"]
     largest = max(abs(s.advantage) for s in sequences)
     errors["loss"] = abs(update["loss"] - expected.loss) / largest
     errors["norm"] = abs(update["grad_norm"] / expected.grad_norm - 1)
@@ -153,7 +156,7 @@ def test_step_equals_the_float64_reference(rank_pool, tiny_models, references, t
     ranks = rank_pool.run(
         run_step, config.parallel.world_size, config, groups, 1, layout.reverse, True
     )
-    errors = measure_errors(ranks, sequences, expected)
+    errors = measure_errors(ranks, sequences, expected, layout.tp)
     for name, (tolerance, _) in TOLERANCES.items():
         assert errors[name] <= tolerance, name
     metrics = ranks[0]["metrics"]
@@ -204,6 +207,36 @@ def test_three_updates_agree_between_layouts(rank_pool, tiny_models):
             # shows where a gradient is all but zero.
             torch.testing.assert_close(other["weights"][name], weight, rtol=0, atol=3e-4)
             assert (other["weights"][name] - weight).abs().mean() < 1e-6
+
+
+@pytest.mark.parametrize("layout", [SINGLE, Layout(tp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
+def test_the_second_update_is_decided_under_the_weights_of_the_first(
+    rank_pool, tiny_models, tmp_path, layout
+):
+    """Masks, loss and gradient of an off-policy update, from the weights as they then are."""
+    path = tiny_models["tied"]
+    config = layout.build_config(path, optimizer__max_grad_norm=MAX_GRAD_NORM)
+    groups = build_groups(config, VOCAB_SIZE)
+    size = config.algorithm.num_prompts_per_minibatch
+    sequences = to_sequences(groups[size : 2 * size])
+
+    def run(num_updates):
+        return rank_pool.run(run_step, config.parallel.world_size, config, groups, num_updates)
+
+    save_file(run(1)[0]["weights"], tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    before = ReferenceQwen3(path)
+    with torch.no_grad():
+        old_logprobs = [before.score(s, 0.8)[0] for s in sequences]
+    settings = (sequences, old_logprobs, 0.02, 0.75)
+    expected = reference_step(ReferenceQwen3(tmp_path), *settings, temperature=0.8)
+    stale = reference_step(before, *settings, temperature=0.8)
+    # A mask from the weights before the first update would be another one.
+    assert any(not torch.equal(a, b) for a, b in zip(expected.masks, stale.masks, strict=True))
+    assert expected.grad_norm > MAX_GRAD_NORM
+    errors = measure_errors(run(2), sequences, expected, layout.tp)
+    for name, (tolerance, _) in TOLERANCES.items():
+        assert errors[name] <= tolerance, name
 
 
 def test_the_reference_has_the_logits_of_transformers(tiny_models):

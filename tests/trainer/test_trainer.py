@@ -7,7 +7,7 @@ import torch
 
 from tests.layouts import SINGLE, Layout
 from tests.tiny_model import VOCAB_SIZE
-from tests.workers import build_config, build_groups, run_step, run_step_error
+from tests.workers import build_config, build_groups, run_reference, run_step, run_step_error
 
 pytestmark = pytest.mark.distributed
 
@@ -76,6 +76,31 @@ def test_a_perturbed_sequence_changes_no_other_log_prob_in_its_pack(rank_pool, t
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert (theirs[key] == value) == (key[0] != 2), key
+
+
+def test_the_kl_reference_is_the_initial_model_after_an_update(rank_pool, tiny_models):
+    groups = build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE)
+    config = Layout(tp=2, pp=2, vpp=2).build_config(tiny_models["tied"], algorithm__kl_coef=0.1)
+    ranks = rank_pool.run(run_reference, config.parallel.world_size, config, groups)
+    last_stage = [rank for rank in ranks if rank is not None]
+    assert len(last_stage) == 2
+    for first, reference, second in last_stage:
+        assert torch.equal(reference, first)
+        assert not torch.equal(second, first)
+
+
+def test_the_halves_of_lopti_share_the_tokens_between_them(rank_pool, tiny_models):
+    groups = build_groups(build_config(tiny_models["tied"]), VOCAB_SIZE)
+    config = SINGLE.build_config(
+        tiny_models["tied"], algorithm__lopti_prob_threshold=0.1, algorithm__token_mask="none"
+    )
+    [rank] = rank_pool.run(run_step, 1, config, groups, 1)
+    rare, common = (tokens.loss_mask_N for tokens in rank["tokens"])
+    assert rare.any() and common.any()
+    assert torch.equal(rare, ~common)
+    # By the sampling policy's probability, which is the first half's own.
+    assert torch.equal(rare, rank["tokens"][0].logprobs_N.exp() < 0.1)
+    assert len(rank["updates"]) == 2
 
 
 def test_ranks_without_a_token_to_train_take_part(rank_pool, tiny_models):
