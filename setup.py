@@ -15,6 +15,9 @@ VERSIONS = {
     "transformers": "5.19.0",
     "nemo-run": "0.11.1",
     "datasets": "5.2.0",
+    "math-verify": "0.9.0",
+    "antlr4-python3-runtime": "4.13.2",  # math-verify's verdicts change with the parser's runtime
+    "reasoning-gym": "0.1.25",
     "safetensors": "0.8.0",
     "numpy": "2.3.5",
     "aiohttp": "3.14.5",
@@ -45,6 +48,9 @@ setup(
         "transformers",  # data: tokenizer and chat template; rollout: the small engine
         "nemo-run",  # launch
         "datasets",  # data
+        "math-verify",  # rewards: equivalence of answers
+        "antlr4-python3-runtime",  # rewards: the LaTeX parser of math-verify
+        "reasoning-gym",  # data: procedural problems
         "safetensors",  # model
         "numpy",  # megatron-core
         "aiohttp",  # rollout

@@ -4,12 +4,41 @@ Importing it is quick: whatever is heavy is imported by the verb that needs it, 
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_stapo.config import Config, check_model_layout
+from megatron_stapo.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    check_engine_layout,
+    check_model_layout,
+)
+from megatron_stapo.evaluation.paper import METHODS, PRESETS, SIX_BENCHMARKS
 from megatron_stapo.recipe import apply_overrides, load_recipe
+
+_RECIPE_HELP = "name of a module in recipes/, or path of a .py file"
+
+# Options of `stapo eval` that stand for a field of the config.
+_EVAL_OPTIONS = {
+    "benchmarks": (
+        "evaluation.benchmarks",
+        "names, NAME=SOURCE or sources, separated by commas; default: the paper's six, or the "
+        "recipe's",
+    ),
+    "n": ("evaluation.num_samples", "responses per problem; default: the paper's 32 or 4"),
+    "temperature": ("evaluation.temperature", "of the sampling"),
+    "top-p": ("evaluation.top_p", "of the sampling"),
+    "max-tokens": ("evaluation.max_response_tokens", "longest response; default: the paper's"),
+    "num-problems": ("evaluation.num_problems", "take so many from the head of each benchmark"),
+    "verifier-url": ("reward.verifier_url", "server of a CompassVerifier, http://host:port"),
+    "device": ("parallel.device", "cpu or cuda, the default"),
+    "seed": ("seed", "of the samples"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 2, one message and nothing started for what the user can fix; else the verb's.
     """
+    arguments = parse(argv)
+    try:
+        return arguments.run(arguments)
+    except ValueError as error:
+        print(f"stapo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; ends the process on words that it does not know."""
     parser = argparse.ArgumentParser(
         prog="stapo", description="STAPO reinforcement learning on Megatron-Core."
     )
@@ -27,62 +68,155 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("verify", _verify, "compare one update in the recipe's layout with a dense one"),
     ):
         verb = verbs.add_parser(name, help=help_text)
-        verb.add_argument("recipe", help="name of a module in recipes/, or path of a .py file")
-        verb.add_argument(
-            "overrides",
-            nargs="*",
-            metavar="group.field=value",
-            help="for example optimizer.lr=2e-6",
-        )
+        verb.add_argument("recipe", help=_RECIPE_HELP)
+        _add_overrides(verb)
         verb.set_defaults(run=run)
-    arguments = parser.parse_args(argv)
-    try:
-        return arguments.run(arguments.recipe, arguments.overrides)
-    except ValueError as error:
-        print(f"stapo: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    _add_eval(verbs.add_parser("eval", help="measure a model's accuracy on benchmarks"))
+    # argparse gives overrides that follow an option back as unknown.
+    arguments, rest = parser.parse_known_args(argv)
+    if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.overrides += rest
+    return arguments
 
 
-def _train(recipe: str, overrides: Sequence[str]) -> int:
-    config = apply_overrides(load_recipe(recipe), overrides)
-    check_inputs(config)
-    from megatron_stapo.launch import build_tasks, launch
+def _add_overrides(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="group.field=value",
+        help="for example optimizer.lr=2e-6",
+    )
 
-    return launch(config, build_tasks(config))
+
+def _add_eval(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", help="folder in Hugging Face format")
+    _add_overrides(verb)
+    for option, (field, help_text) in _EVAL_OPTIONS.items():
+        verb.add_argument(f"--{option}", dest=field, metavar=option.upper(), help=help_text)
+    verb.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="the paper's settings: training, temperature 1.0 with top-p 1.0, or justrl, 0.7 with "
+        "0.9; at most 20,480 tokens",
+    )
+    verb.add_argument("--recipe", help=f"whose settings to start from; {_RECIPE_HELP}")
+    verb.add_argument("--out", help="folder of samples and results; default: MODEL_eval")
+    verb.add_argument(
+        "--paper-method",
+        choices=METHODS,
+        default="STAPO",
+        help="whose numbers stand beside ours; default: STAPO",
+    )
+    verb.set_defaults(run=_eval)
 
 
-def _verify(recipe: str, overrides: Sequence[str]) -> int:
+def _train(arguments: argparse.Namespace) -> int:
+    config = apply_overrides(load_recipe(arguments.recipe), arguments.overrides)
+    notes = check_inputs(config)
+    from megatron_stapo.launch.training import launch_training
+
+    return launch_training(config, notes)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
     """Returns 0 where the layout computes the dense update, else 1."""
-    config = apply_overrides(load_recipe(recipe), overrides)
+    config = apply_overrides(load_recipe(arguments.recipe), arguments.overrides)
     check_model_layout(config)
     from megatron_stapo.launch.verification import launch_verification
 
     return launch_verification(config)
 
 
-def check_inputs(config: Config) -> None:
-    """Refuse what would fail in the run: the model's layout, the data files, the prompts.
+def _eval(arguments: argparse.Namespace) -> int:
+    config = build_eval_config(arguments)
+    check_engine_layout(config)
+    _silence_datasets()
+    from megatron_stapo.evaluation.evaluate import load_benchmarks
+    from megatron_stapo.launch.evaluation import launch_evaluation
+
+    return launch_evaluation(config, load_benchmarks(config), arguments.paper_method)
+
+
+def build_eval_config(arguments: argparse.Namespace) -> Config:
+    """The config of an evaluation: of a recipe or the paper's, then preset, options, overrides.
+
+    Raises:
+        ValueError: as `apply_overrides`; or no benchmark is named.
+    """
+    if arguments.recipe:
+        config = load_recipe(arguments.recipe)
+    else:
+        config = Config(
+            name="eval",
+            num_steps=1,
+            model=ModelConfig(path=arguments.model),
+            parallel=ParallelConfig(),
+            data=DataConfig(source=""),
+            evaluation=EvaluationConfig(
+                benchmarks=SIX_BENCHMARKS,
+                max_response_tokens=PRESETS["training"].max_response_tokens,
+            ),
+        )
+    if arguments.preset:
+        preset = dataclasses.asdict(PRESETS[arguments.preset])
+        config = dataclasses.replace(
+            config, evaluation=dataclasses.replace(config.evaluation, **preset)
+        )
+    options = [
+        f"{field}={value}"
+        for field, _ in _EVAL_OPTIONS.values()
+        if (value := getattr(arguments, field)) is not None
+    ]
+    folder = arguments.out or f"{arguments.model.rstrip('/')}_eval"
+    config = apply_overrides(
+        config,
+        [
+            f"model.path={arguments.model}",
+            f"run_dir={Path(folder) / 'run'}",
+            *options,
+            *arguments.overrides,
+        ],
+    )
+    if not config.evaluation.benchmarks:
+        raise ValueError("evaluation.benchmarks: empty; name some with --benchmarks.")
+    return config
+
+
+def check_inputs(config: Config) -> list[str]:
+    """Refuse what would fail in the run: the model's layout, the problems, the benchmarks.
+
+    Returns:
+        What was read and what was left out, a line per source.
 
     Raises:
         ValueError: names the field, its value and the rule.
     """
     check_model_layout(config)
-    paths = {"train_path": config.data.train_path, "heldout_path": config.data.heldout_path}
-    for name, path in paths.items():
-        if not Path(path).is_file():
-            raise ValueError(
-                f"data.{name}={path}: no such file; paths start at the current folder."
-            )
-    # Imported last: these take seconds, which a mistyped path need not wait for.
+    _silence_datasets()
+    from megatron_stapo.data.prompts import load_training_prompts
+    from megatron_stapo.evaluation.evaluate import load_benchmarks
+
+    _, report, num_overlong = load_training_prompts(
+        config.data, config.reward.rule, config.rollout.num_prompts_per_step, config.model.path
+    )
+    notes = [report.format()]
+    if num_overlong:
+        notes.append(
+            f"left out {num_overlong} prompts over data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens}"
+        )
+    for benchmark in load_benchmarks(config):
+        notes += [f"{benchmark.name}: {note}" for note in benchmark.notes]
+    return notes
+
+
+def _silence_datasets() -> None:
+    """stderr is for the one message."""
+    # Imported late: it takes seconds, which a mistyped field need not wait for.
     from datasets import disable_progress_bars
 
-    from megatron_stapo.data.prompts import load_prompts
-
-    disable_progress_bars()  # stderr is for the one message
-    for path in paths.values():
-        load_prompts(config.data, path, config.model.path)
+    disable_progress_bars()
 
 
 if __name__ == "__main__":

@@ -145,18 +145,21 @@ class ParallelConfig:
 class DataConfig:
     """The problems, and how rollouts are packed for the trainer."""
 
-    train_path: str
-    """JSONL file; a row holds one problem and its answer."""
-    heldout_path: str
-    """JSONL file of the evaluation problems."""
-    prompt_column: str = "problem"
-    answer_column: str = "answer"
+    source: str
+    """The training problems: PATH of a JSONL or Parquet file or a folder of them, hub:ORG/NAME, or
+    gym:TASK for procedural ones, with options such as ?problem=COLUMN&answer=COLUMN; see
+    `data/sources.py`."""
+    keep_duplicates: bool = False
+    """Keep the rows that repeat a problem; they may then share a step. By default the first row of
+    each problem trains, and no step holds a problem twice."""
+    drop_chinese: bool = False
+    """Leave out problems with Chinese characters, of which DAPO-Math-17k has thousands."""
     prompt_suffix: str = (
         "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     )
     """Appended to the problem before the chat template. The default is the paper's instruction."""
     max_prompt_tokens: int = 1024
-    """Longest prompt, chat template included. A longer one is refused before the run starts."""
+    """Longest prompt, chat template included. Longer ones are left out, and their number told."""
     max_microbatch_tokens: int = 32768
     """Token budget of a packed microbatch on one rank: the memory of one forward-backward pass."""
 
@@ -411,19 +414,94 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """The accuracy on held-out problems, measured before the first and after the last step."""
+class RewardConfig:
+    """How a response becomes a reward. `docs/rewards.md` says what each rule accepts."""
 
-    num_problems: int = 256
-    """Taken from the head of data.heldout_path."""
-    num_samples: int = 4
-    """Responses per problem; the accuracy is the mean over all of them."""
+    rule: Literal["math_verify", "dapo", "exact_box"] = "math_verify"
+    """math_verify: the last box is mathematically equivalent to the ground truth. dapo: DAPO's, the
+    line after `Answer:`, normalised. exact_box: JustRL's, the last box is the same string."""
+    wrong_reward: float = -1.0
+    """Reward of a wrong response, -1 or 0; a right one has 1."""
+    truncated: Literal["judge", "wrong"] = "judge"
+    """What a response cut at its length limit counts as; algorithm.filter_truncated takes it out of
+    the loss."""
+    num_workers: int = 2
+    """Processes that judge, beside rank 0."""
+    timeout_s: float = 5.0
+    """Longest that one response may be judged; then it is wrong, and counted."""
+    verifier_url: str | None = None
+    """OpenAI-compatible server of a CompassVerifier, http://host:port, asked about what the rule
+    calls wrong; None asks nobody."""
+    verifier_model: str = "opencompass/CompassVerifier-3B"
+    """The name under which the server knows the model."""
+    verify_training: bool = False
+    """Ask the model verifier about training responses, too, and not in evaluations alone."""
 
     def __post_init__(self) -> None:
-        for name in ("num_problems", "num_samples"):
+        for name, options in (
+            ("rule", ("math_verify", "dapo", "exact_box")),
+            ("truncated", ("judge", "wrong")),
+        ):
+            value = getattr(self, name)
             _require(
-                getattr(self, name) >= 1, f"evaluation.{name}", getattr(self, name), "must be >= 1."
+                value in options, f"reward.{name}", value, f"must be one of {', '.join(options)}."
             )
+        _require(
+            self.wrong_reward in (-1, 0),
+            "reward.wrong_reward",
+            self.wrong_reward,
+            "must be -1 or 0.",
+        )
+        _require(self.num_workers >= 1, "reward.num_workers", self.num_workers, "must be >= 1.")
+        _require(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "must be > 0 seconds.")
+        _require(
+            self.verifier_url is None or self.verifier_url.startswith(("http://", "https://")),
+            "reward.verifier_url",
+            self.verifier_url,
+            "must be http://host:port, or None.",
+        )
+        _require(
+            not (self.verify_training and self.verifier_url is None),
+            "reward.verify_training",
+            self.verify_training,
+            "has no effect without reward.verifier_url.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The accuracy on benchmarks, measured before the first and after the last step."""
+
+    benchmarks: tuple[str, ...] = ()
+    """Names of `data/benchmarks.py`, such as aime24, or NAME=SOURCE, or sources as data.source
+    takes them. Empty: nothing is measured."""
+    interval_steps: int | None = None
+    """Measure after every so many steps, too. Paper: 20."""
+    num_problems: int | None = None
+    """Problems taken from the head of each benchmark; None takes all."""
+    num_samples: int | None = None
+    """Responses per problem, n of avg@n; None takes the paper's: 32 of aime24, aime25 and amc23, 4
+    of the others."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """The paper's two settings are temperature 1.0 with top_p 1.0, and 0.7 with 0.9."""
+    max_response_tokens: int | None = None
+    """None: rollout.max_response_tokens. Paper: 20,480."""
+
+    def __post_init__(self) -> None:
+        for name in ("interval_steps", "num_problems", "num_samples", "max_response_tokens"):
+            value = getattr(self, name)
+            _require(
+                value is None or value >= 1, f"evaluation.{name}", value, "must be >= 1, or None."
+            )
+        _require(self.temperature > 0, "evaluation.temperature", self.temperature, "must be > 0.")
+        _require(0 < self.top_p <= 1, "evaluation.top_p", self.top_p, "must be in (0, 1].")
+        _require(
+            self.interval_steps is None or bool(self.benchmarks),
+            "evaluation.interval_steps",
+            self.interval_steps,
+            "has no effect without evaluation.benchmarks.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,6 +517,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     seed: int = 0
     """Of the prompt order, of every sampled response, and of masks that draw tokens."""
@@ -459,17 +538,13 @@ class Config:
             self.algorithm.num_prompts_per_minibatch,
             f"must divide rollout.num_prompts_per_step={self.rollout.num_prompts_per_step}.",
         )
-        for name, value in (
-            ("rollout.group_size", self.rollout.group_size),
-            ("evaluation.num_samples", self.evaluation.num_samples),
-        ):
-            _require(
-                self.rollout.engine != "vllm" or value <= self.rollout.max_num_seqs,
-                name,
-                value,
-                f"exceeds rollout.max_num_seqs={self.rollout.max_num_seqs}, and vLLM samples a "
-                "prompt's responses together; raise the latter.",
-            )
+        _require(
+            self.rollout.engine != "vllm" or self.rollout.group_size <= self.rollout.max_num_seqs,
+            "rollout.group_size",
+            self.rollout.group_size,
+            f"exceeds rollout.max_num_seqs={self.rollout.max_num_seqs}, and vLLM samples a "
+            "prompt's responses together; raise the latter.",
+        )
         _require(
             not self.log_quadrants
             or (
@@ -507,8 +582,21 @@ class Config:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest prompt plus longest response, in tokens."""
+        """Longest prompt plus longest response that trains, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_evaluation_response_tokens(self) -> int:
+        """Longest response of an evaluation."""
+        return self.evaluation.max_response_tokens or self.rollout.max_response_tokens
+
+    @property
+    def max_engine_tokens(self) -> int:
+        """Longest sequence that the engine samples, in training or in evaluations."""
+        longest = self.rollout.max_response_tokens
+        if self.evaluation.benchmarks:
+            longest = max(longest, self.max_evaluation_response_tokens)
+        return self.data.max_prompt_tokens + longest
 
 
 def load_model_json(path: str) -> dict[str, Any]:
@@ -557,14 +645,37 @@ def check_model_layout(config: Config) -> None:
             _require_divides(name, value, extents)
     _check_experts(config, model_json["num_experts"] if has_experts else 0)
     _check_stages(config.parallel, model_json["num_hidden_layers"])
-    limit = model_json["max_position_embeddings"]
-    _require(
-        config.max_sequence_tokens <= limit,
-        "rollout.max_response_tokens",
-        config.rollout.max_response_tokens,
-        f"with data.max_prompt_tokens={config.data.max_prompt_tokens} exceeds the model's "
-        f"max_position_embeddings={limit}; use at most {limit - config.data.max_prompt_tokens}.",
-    )
+    _check_length(config, model_json["max_position_embeddings"])
+
+
+def check_engine_layout(config: Config) -> None:
+    """What `check_model_layout` checks of the engine, for an evaluation without a trainer.
+
+    Raises:
+        ValueError: as there.
+    """
+    model_json = load_model_json(config.model.path)
+    if config.rollout.engine == "vllm":
+        extents = {what: model_json[key] for key, what in _TP_EXTENTS.items()}
+        _require_divides(
+            "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, extents
+        )
+    _check_length(config, model_json["max_position_embeddings"])
+
+
+def _check_length(config: Config, limit: int) -> None:
+    num_prompt_tokens = config.data.max_prompt_tokens
+    names = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
+    if config.evaluation.benchmarks and config.evaluation.max_response_tokens:
+        names["evaluation.max_response_tokens"] = config.evaluation.max_response_tokens
+    for name, value in names.items():
+        _require(
+            num_prompt_tokens + value <= limit,
+            name,
+            value,
+            f"with data.max_prompt_tokens={num_prompt_tokens} exceeds the model's "
+            f"max_position_embeddings={limit}; use at most {limit - num_prompt_tokens}.",
+        )
 
 
 _TP_EXTENTS = {
@@ -677,6 +788,10 @@ def from_dict(values: dict[str, Any]) -> Config:
         f.name: f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)
     }
     arguments: dict[str, Any] = {
-        name: groups[name](**value) if name in groups else value for name, value in values.items()
+        # JSON has lists for tuples.
+        name: groups[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in value.items()})
+        if name in groups
+        else value
+        for name, value in values.items()
     }
     return Config(**arguments)

@@ -72,8 +72,9 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     Args:
         config: of the recipe.
         overrides: `field=value` or `group.field=value`. none stands for None, true and false for
-            booleans. `algorithm=NAME` takes the settings of a named algorithm, all but the recipe's
-            num_prompts_per_minibatch; `algorithm.field=value` then changes single ones.
+            booleans; a comma separates the items of a list. `algorithm=NAME` takes the settings of
+            a named algorithm, all but the recipe's num_prompts_per_minibatch;
+            `algorithm.field=value` then changes single ones.
 
     Raises:
         ValueError: unknown field, a value of another type, a field given twice, or a value that a
@@ -155,6 +156,8 @@ def _parse_value(name: str, text: str, kind: Any, or_none: str = "") -> Any:
         raise ValueError(f"{name}={text}: must be one of {', '.join(options)}.")
     if kind is str:
         return text
+    if kind == tuple[str, ...]:
+        return tuple(part for part in text.split(",") if part)
     if kind is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"

@@ -24,22 +24,25 @@ from megatron_stapo.config import Config
 from megatron_stapo.data.packing import pack
 from megatron_stapo.data.prompts import (
     PromptStream,
-    load_prompts,
     load_stop_token_ids,
     load_tokenizer,
+    load_training_prompts,
 )
+from megatron_stapo.evaluation.evaluate import evaluate_into, load_benchmarks
+from megatron_stapo.evaluation.statistics import compute_average, compute_average_error
 from megatron_stapo.observability import RunLog
 from megatron_stapo.parallel.context_parallel import slice_microbatch
 from megatron_stapo.parallel.groups import Groups, destroy_distributed, init_distributed
 from megatron_stapo.reshard.weight_sync import WeightSync
-from megatron_stapo.rewards.boxed import CORRECT, compute_boxed_reward
+from megatron_stapo.rewards.judge import Judge, Judgement, Pending, compute_judge_metrics
 from megatron_stapo.rollout import Engine
+from megatron_stapo.rollout.connect import build_engine
 from megatron_stapo.trainer.trainer import Trainer
-from megatron_stapo.types import Minibatch, Prompt, RolloutGroup
+from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling
 
 
 def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog | None) -> None:
-    """Train for config.num_steps steps, and measure held-out accuracy before and after.
+    """Train for config.num_steps steps, and evaluate before, after and between as asked.
 
     Every rank calls it; engine and run_log are rank 0's and None elsewhere.
     """
@@ -47,7 +50,7 @@ def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog
     weight_sync = WeightSync(trainer.weights, engine)
     driver = Driver(config, engine, run_log) if engine and run_log else None
     if driver:
-        driver.evaluate("accuracy_before")
+        driver.evaluate(num_steps_done=0)
     for step in range(config.num_steps):
         timer = Timer()
         minibatches = scatter_minibatches(driver.collect(timer) if driver else None, groups)
@@ -64,8 +67,9 @@ def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog
         metrics = trainer.pop_metrics()
         if driver:
             driver.log_step(step + 1, metrics, updates, timer)
+            driver.evaluate(num_steps_done=step + 1)
     if driver:
-        driver.evaluate("accuracy_after")
+        driver.close()
     trainer.weights.save(Path(config.run_dir) / "model")
 
 
@@ -91,38 +95,46 @@ class Driver:
         self._engine = engine
         self._run_log = run_log
         self._tokenizer = load_tokenizer(config.model.path)
-        train_prompts, heldout = (
-            load_prompts(config.data, path, config.model.path)
-            for path in (config.data.train_path, config.data.heldout_path)
+        self._sampling = Sampling(
+            temperature=config.rollout.temperature,
+            top_p=1.0,
+            max_response_tokens=config.rollout.max_response_tokens,
         )
-        self._stream = PromptStream(train_prompts, config.seed)
-        self._heldout = heldout[: config.evaluation.num_problems]
+        prompts, report, num_overlong = load_training_prompts(
+            config.data, config.reward.rule, config.rollout.num_prompts_per_step, config.model.path
+        )
+        run_log.log_event("training_problems", value=report.format(), num_overlong=num_overlong)
+        self._stream = PromptStream(prompts, config.seed)
+        self._benchmarks = load_benchmarks(config)
+        self._judge = Judge(config.reward, Path(config.run_dir))
         self._rollout_metrics: dict[str, float] = {}
 
     def collect(self, timer: Timer) -> list[list[Minibatch]]:
         """Draw a step's prompts and return its mini-batches for every data-parallel rank."""
         config = self._config
         num_prompts = config.rollout.num_prompts_per_step
-        num_rounds, groups, kept = 0, [], []
+        num_rounds, kept = 0, []
+        drawn: set[int] = set()
+        judgements: list[Judgement] = []
         while len(kept) < num_prompts:
             if num_rounds == config.algorithm.max_sampling_rounds:
                 raise RuntimeError(
-                    f"algorithm.max_sampling_rounds={num_rounds}: the rewards of only {len(kept)} "
-                    f"of {num_prompts} groups differ; choose problems that the model solves at "
-                    "times, or switch algorithm.dynamic_sampling off."
+                    f"algorithm.max_sampling_rounds={num_rounds}: the responses of only "
+                    f"{len(kept)} of {num_prompts} groups are partly right; choose problems that "
+                    "the model solves at times, or switch algorithm.dynamic_sampling off."
                 )
             num_rounds += 1
-            prompts = self._stream.next(num_prompts)
-            with timer("rollout"):
-                groups = self._generate(prompts, config.rollout.group_size)
-            with timer("reward"):
-                self._assign_rewards(groups)
+            prompts = self._stream.next(num_prompts, drawn)
+            drawn |= {prompt.prompt_id for prompt in prompts}
+            groups, round_judgements = self._sample_and_judge(prompts, timer)
+            judgements += round_judgements
             if config.algorithm.dynamic_sampling:
-                groups = [g for g in groups if len({r.reward for r in g.rollouts}) > 1]
+                # By correctness: a length penalty would make every group look informative.
+                groups = [g for g in groups if len({r.is_correct for r in g.rollouts}) > 1]
             kept += groups
         del kept[num_prompts:]
         self._assign_advantages(kept)
-        self._rollout_metrics = compute_rollout_metrics(kept)
+        self._rollout_metrics = compute_rollout_metrics(kept) | compute_judge_metrics(judgements)
         if config.algorithm.dynamic_sampling:
             self._rollout_metrics["sampling_rounds"] = num_rounds
         return pack(
@@ -133,14 +145,38 @@ class Driver:
             config.algorithm.filter_truncated,
         )
 
-    def evaluate(self, name: str) -> None:
-        """Log the mean accuracy over held-out problems and samples under this event name."""
-        self._run_log.log_event(f"measuring_{name}")
+    def evaluate(self, num_steps_done: int) -> None:
+        """Evaluate before the first step, after the last, and every interval_steps between."""
+        config, interval = self._config, self._config.evaluation.interval_steps
+        is_due = num_steps_done in (0, config.num_steps) or (
+            interval is not None and num_steps_done % interval == 0
+        )
+        if not (is_due and self._benchmarks):
+            return
+        self._run_log.log_event("evaluating", after_steps=num_steps_done)
         start = time.perf_counter()
-        groups = self._generate(self._heldout, self._config.evaluation.num_samples)
-        self._assign_rewards(groups)
-        accuracy = compute_rollout_metrics(groups)["accuracy"]
-        self._run_log.log_event(name, value=accuracy, seconds=time.perf_counter() - start)
+        folder = Path(config.run_dir) / "evaluations" / f"step_{num_steps_done:06d}"
+        folder.mkdir(parents=True)
+        results = evaluate_into(
+            folder,
+            config,
+            self._benchmarks,
+            engine=self._engine,
+            judge=self._judge,
+            tokenizer=self._tokenizer,
+        )
+        self._run_log.log_event(
+            "accuracy",
+            value=compute_average(results),
+            standard_error=compute_average_error(results),
+            after_steps=num_steps_done,
+            benchmarks={r.benchmark: r.accuracy for r in results},
+            seconds=time.perf_counter() - start,
+        )
+
+    def close(self) -> None:
+        """End the verifiers."""
+        self._judge.close()
 
     def log_step(
         self, step: int, metrics: dict[str, float], updates: list[dict[str, float]], timer: Timer
@@ -163,14 +199,39 @@ class Driver:
             timer.seconds,
         )
 
-    def _generate(self, prompts: Sequence[Prompt], num_samples: int) -> list[RolloutGroup]:
-        return self._engine.generate(prompts, num_samples, self._config.rollout.max_response_tokens)
+    def _sample_and_judge(
+        self, prompts: Sequence[Prompt], timer: Timer
+    ) -> tuple[list[RolloutGroup], list[Judgement]]:
+        """Sample a group per prompt, and set is_correct and reward of every rollout.
 
-    def _assign_rewards(self, groups: Sequence[RolloutGroup]) -> None:
-        for group in groups:
-            for rollout in group.rollouts:
-                response = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
-                rollout.reward = compute_boxed_reward(response, group.prompt.answer)
+        A group is judged while others are still being sampled.
+        """
+        pending: dict[int, list[Pending]] = {}
+
+        def submit(index: int, group: RolloutGroup) -> None:
+            pending[index] = [
+                self._judge.submit(
+                    group.prompt.problem,
+                    group.prompt.answer,
+                    self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True),
+                    rollout.finish_reason == "length",
+                )
+                for rollout in group.rollouts
+            ]
+
+        with timer("rollout"):
+            groups = self._engine.generate(
+                prompts, self._config.rollout.group_size, self._sampling, submit
+            )
+        with timer("reward"):
+            judgements = self._judge.settle(
+                [p for index in range(len(groups)) for p in pending[index]]
+            )
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            for rollout, judgement in zip(rollouts, judgements, strict=True):
+                rollout.is_correct = judgement.is_correct
+                rollout.reward = 1.0 if judgement.is_correct else self._config.reward.wrong_reward
+        return groups, judgements
 
     def _assign_advantages(self, groups: Sequence[RolloutGroup]) -> None:
         """Set every rollout's advantage from its group's rewards, after the length penalty."""
@@ -199,7 +260,7 @@ def compute_rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     return {
         "reward_mean": mean(r.reward for r in rollouts),
-        "accuracy": mean(r.reward == CORRECT for r in rollouts),
+        "accuracy": mean(bool(r.is_correct) for r in rollouts),
         "response_tokens_mean": mean(len(r.token_ids) for r in rollouts),
         "truncated_frac": mean(r.finish_reason == "length" for r in rollouts),
         "zero_advantage_frac": mean(r.advantage == 0 for r in rollouts),
@@ -239,19 +300,6 @@ def scatter_minibatches(
     return received[0]
 
 
-def build_engine(config: Config, engine_url: str | None) -> Engine:
-    """Connect to the engine that the config names; waits until it serves."""
-    stop_token_ids = load_stop_token_ids(config.model.path)
-    if config.rollout.engine == "transformers":
-        from megatron_stapo.rollout.transformers_engine import TransformersEngine
-
-        return TransformersEngine(config, stop_token_ids)
-    from megatron_stapo.rollout.vllm_engine import VllmEngine
-
-    assert engine_url is not None
-    return VllmEngine(config, engine_url, stop_token_ids)
-
-
 def main() -> None:
     """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -264,7 +312,7 @@ def main() -> None:
     if groups.rank == 0:
         run_log = RunLog(arguments.run_dir)
         run_log.log_event("waiting_for_engine")
-        engine = build_engine(config, arguments.engine_url)
+        engine = build_engine(config, arguments.engine_url, load_stop_token_ids(config.model.path))
         run_log.log_event("engine_ready")
     train(config, groups, engine, run_log)
     if engine is not None and run_log is not None:

@@ -17,11 +17,22 @@ class Prompt:
     """One problem, ready for the engine."""
 
     prompt_id: int
-    """Row of the data file; part of the seed of every response."""
+    """Row of the source; part of the seed of every response, and what tells prompts apart."""
     problem: str
     answer: str
     token_ids: list[int]
     """Chat template applied, generation prompt included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn."""
+
+    temperature: float
+    """Divides the logits."""
+    top_p: float
+    """Only the likeliest tokens that together have this probability are drawn."""
+    max_response_tokens: int
 
 
 @dataclass(kw_only=True)
@@ -33,11 +44,13 @@ class Rollout:
     rollout_logprobs: list[float]
     """Nats; the engine's log-probability of each token, after temperature."""
     finish_reason: Literal["stop", "length"]
-    """length: cut at rollout.max_response_tokens."""
+    """length: cut at max_response_tokens."""
     policy_version: int
     """Number of completed steps of the weights that sampled it."""
+    is_correct: bool | None = None
+    """Set by `rewards`. What filters and accuracies look at."""
     reward: float = float("nan")
-    """Reward units; set by `rewards`."""
+    """Reward units; set from is_correct, before any length penalty."""
     advantage: float = float("nan")
     """Set by `algo`."""
 

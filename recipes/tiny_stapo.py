@@ -27,8 +27,7 @@ def tiny_stapo() -> Config:
         # The two cores share the vocabulary, so that the demo runs what large models need.
         parallel=ParallelConfig(device="cpu", tensor_model_parallel_size=2),
         data=DataConfig(
-            train_path=f"{BASE}/train.jsonl",
-            heldout_path=f"{BASE}/heldout.jsonl",
+            source=f"{BASE}/train.jsonl",
             prompt_suffix="",  # the base has learned the bare problems
             max_prompt_tokens=128,
             max_microbatch_tokens=4096,
@@ -45,5 +44,10 @@ def tiny_stapo() -> Config:
         algorithm=AlgorithmConfig(num_prompts_per_minibatch=16, prob_threshold=0.02),
         # A model of 2 M parameters takes steps that would ruin one of 2 B.
         optimizer=OptimizerConfig(lr=3e-4, num_warmup_steps=4),
-        evaluation=EvaluationConfig(num_problems=256, num_samples=4),
+        evaluation=EvaluationConfig(
+            benchmarks=(f"heldout={BASE}/heldout.jsonl",),
+            interval_steps=25,
+            num_problems=256,
+            num_samples=4,
+        ),
     )

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stapo.cli import main
+from megatron_stapo.cli import build_eval_config, main, parse
+from megatron_stapo.evaluation.paper import SIX_BENCHMARKS
 
 RECIPE = """
-from megatron_stapo.config import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megatron_stapo.config import *
 
 def mine():
     return Config(
@@ -20,10 +21,10 @@ def mine():
         num_steps=1,
         model=ModelConfig(path="model"),
         parallel=ParallelConfig(device="cpu"),
-        data=DataConfig(
-            train_path="train.jsonl", heldout_path="heldout.jsonl", max_prompt_tokens=100
-        ),
-        rollout=RolloutConfig(max_response_tokens=100),
+        data=DataConfig(source="train.jsonl", max_prompt_tokens=100),
+        rollout=RolloutConfig(num_prompts_per_step=2, max_response_tokens=100),
+        algorithm=AlgorithmConfig(num_prompts_per_minibatch=2),
+        evaluation=EvaluationConfig(benchmarks=("heldout.jsonl",)),
     )
 """
 REPOSITORY = Path(__file__).parent.parent
@@ -41,11 +42,16 @@ def recipe(tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatc
         "intermediate_size": 80,
         "num_hidden_layers": 4,
         "max_position_embeddings": 256,
+        "hidden_size": 48,
     }
     (tmp_path / "model" / "config.json").write_text(json.dumps(model_json))
-    row = json.dumps({"problem": "What is 1 + 1?" + "." * 20, "answer": "2"})
+    rows = [{"problem": f"What is {i} + 1?" + "." * 20, "answer": str(i + 1)} for i in range(3)]
     for name in ("train", "heldout"):
-        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "empty.jsonl").write_text("")
+    text = "".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows)
+    (tmp_path / "alike.jsonl").write_text(text)
     (tmp_path / "mine.py").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     return "mine.py"
@@ -68,9 +74,20 @@ def list_files() -> list[Path]:
             "parallel.tensor_model_parallel_size=3: does not divide the model's 8 attention heads",
         ),
         (["rollout.max_response_tokens=200"], "rollout.max_response_tokens=200: with"),
-        (["data.train_path=nowhere.jsonl"], "data.train_path=nowhere.jsonl: no such file;"),
-        (["data.heldout_path=nowhere.jsonl"], "data.heldout_path=nowhere.jsonl: no such file;"),
-        (["data.max_prompt_tokens=50"], "data.max_prompt_tokens=50: the prompt in row 0 of"),
+        (["data.source=nowhere.jsonl"], "data source nowhere.jsonl: no file or folder"),
+        (
+            ["data.source=alike.jsonl"],
+            "data.source=alike.jsonl: the ground truth of all 3 problems",
+        ),
+        (["data.source=empty.jsonl"], "data source empty.jsonl: it has no rows;"),
+        (["data.source=train.jsonl?answer=gold"], "data source train.jsonl?answer=gold: "),
+        (["rollout.num_prompts_per_step=4"], "data.source=train.jsonl: 3 of 3 problems have"),
+        (["evaluation.benchmarks=nowhere.jsonl"], "data source nowhere.jsonl: no file or folder"),
+        (["evaluation.benchmarks=aime_24"], "benchmark aime_24: unknown. Did you mean aime24"),
+        (["reward.rule=exact"], "reward.rule=exact: must be one of math_verify, dapo, exact_box."),
+        (["reward.wrong_reward=-2"], "reward.wrong_reward=-2.0: must be -1 or 0."),
+        (["reward.verify_training=true"], "reward.verify_training=True: has no effect without"),
+        (["data.max_prompt_tokens=50"], "data.source=train.jsonl: 0 of 3 problems have at most"),
         (["run_dir=model"], "run_dir=model: holds files that are not a run's;"),
         (["run_dir=mine.py"], "run_dir=mine.py: is not a folder."),
     ],
@@ -86,6 +103,48 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert captured.out == ""
     # The run folder is made before the first process.
     assert list_files() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "model.path=nowhere: has no config.json;"),
+        (["model", "--benchmarks=aime_24"], "benchmark aime_24: unknown. Did you mean aime24"),
+        (["model", "--benchmarks=empty.jsonl"], "data source empty.jsonl: it has no rows;"),
+        (["model", "--benchmarks="], "evaluation.benchmarks: empty;"),
+        (["model", "--n=0"], "evaluation.num_samples=0: must be >= 1, or None."),
+        (["model", "--top-p=1.5"], "evaluation.top_p=1.5: must be in (0, 1]."),
+        (["model", "--max-tokens=200"], "evaluation.max_response_tokens=200: with data.max_prompt"),
+        (["model", "--preset=justrl"], "evaluation.max_response_tokens=20480: with data.max_prom"),
+        (["model", "--seed=1", "seed=2"], "seed=2: seed is given twice; give it once."),
+        (["model", "--out=mine.py"], "--out=mine.py: is not a folder."),
+    ],
+)
+def test_bad_input_of_an_evaluation_is_one_message_and_exit_code_2(
+    recipe: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list_files()
+    assert main(["eval", *words, "--recipe", recipe, "data.prompt_suffix="]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"stapo: error: {message}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert list_files() == before
+
+
+def test_an_evaluation_takes_the_papers_settings_by_default() -> None:
+    config = build_eval_config(parse(["eval", "runs/model"]))
+    assert config.model.path == "runs/model" and config.run_dir == "runs/model_eval/run"
+    evaluation = config.evaluation
+    assert evaluation.benchmarks == SIX_BENCHMARKS
+    assert (evaluation.temperature, evaluation.top_p) == (1.0, 1.0)
+    assert (evaluation.num_samples, evaluation.max_response_tokens) == (None, 20480)
+    config = build_eval_config(
+        parse(["eval", "model", "--preset", "justrl", "--n", "2", "evaluation.top_p=0.8"])
+    )
+    evaluation = config.evaluation
+    assert (evaluation.temperature, evaluation.top_p) == (0.7, 0.8)
+    assert (evaluation.num_samples, evaluation.max_response_tokens) == (2, 20480)
 
 
 def test_an_unknown_recipe_is_refused_without_heavy_imports(tmp_path: Path) -> None:

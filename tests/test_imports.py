@@ -12,7 +12,7 @@ LEVELS = [
     {"config", "types"},
     {"algo", "ops", "rewards", "algorithms"},
     {"data", "rollout", "parallel", "observability"},
-    {"model"},
+    {"model", "evaluation"},
     {"trainer", "reshard"},
     {"train"},
     {"verify"},
@@ -22,6 +22,9 @@ LEVELS = [
 LIBRARIES = {
     "megatron": {"parallel", "model", "trainer", "reshard"},
     "vllm": {"rollout"},
+    "math_verify": {"rewards"},
+    "datasets": {"data", "cli"},
+    "reasoning_gym": {"data"},
     "nemo_run": {"launch"},
     "matplotlib": {"observability"},
 }

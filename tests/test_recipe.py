@@ -20,7 +20,7 @@ def config():
         num_steps=2,
         model=ModelConfig(path="model"),
         parallel=ParallelConfig(device="cpu"),
-        data=DataConfig(train_path="train.jsonl", heldout_path="heldout.jsonl"),
+        data=DataConfig(source="train.jsonl"),
     )
 
 

@@ -98,7 +98,8 @@ def build_coin_base(folder: Path) -> Path:
         )
     )
     for split, problems in (("train", range(64)), ("heldout", range(100, 116))):
-        rows = ({"problem": f"Toss {i}", "answer": "1"} for i in problems)
+        # One other answer: a source whose answers are all alike is refused.
+        rows = ({"problem": f"Toss {i}", "answer": "2" if i == 63 else "1"} for i in problems)
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chats = [
         [

@@ -30,8 +30,7 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         "model": {"path": str(model_path), "dtype": "float32"},
         "parallel": {"device": "cpu", "timeout_s": 120},
         "data": {
-            "train_path": "",
-            "heldout_path": "",
+            "source": "",
             "max_prompt_tokens": 20,
             "max_microbatch_tokens": 90,
         },

@@ -43,6 +43,9 @@ def describe_failure(
         # Also when the trainer ended in the same moment: it cannot end the engine, only miss it.
         exit_code = outcome["engine"]["exit_code"]
         what, log = f"the rollout engine {_describe_exit(exit_code)}", logs / "engine.log"
+    elif "evaluation" in outcome:
+        exit_code = outcome["evaluation"]["exit_code"]
+        what, log = f"the evaluation {_describe_exit(exit_code)}", logs / "evaluation.log"
     else:
         what, log = _describe_trainer(outcome["trainer"]["exit_code"], logs)
     lines = _read_lines(log)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,24 +24,36 @@ from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
 from megatron_stapo.launch.run_folder import claim_run_folder
 from megatron_stapo.launch.tasks import LOGS_FOLDER, OUTCOME_FILE, Task
 from megatron_stapo.observability.progress import ProgressPrinter
-from megatron_stapo.observability.summary import format_summary, write_summary
 
 _POLL_S = 0.2
 # NeMo-Run gives each of two tasks ten seconds between SIGTERM and SIGKILL.
 _STOP_TIMEOUT_S = 30.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended."""
+
+    status: Literal["finished", "failed", "interrupted"]
+    reason: str
+    """Why it did not finish; empty where it did."""
+    total_s: float
+    """Seconds from the first process to the last."""
+
+
 def launch(
     config: Config,
     tasks: Sequence[Task],
-    format_report: Callable[[dict[str, Any]], str] = format_summary,
+    report: Callable[[Ending], str],
+    notes: Sequence[str] = (),
 ) -> int:
-    """Run the tasks, show their progress, write the summary.
+    """Run the tasks, show their progress, and report.
 
     Args:
         config: saved as config.json in its run folder, where the tasks read it.
-        tasks: of `build_tasks`; the run succeeds when the one named trainer does.
-        format_report: what is printed at the end, from the summary.
+        tasks: of `build_tasks`; the run succeeds when the last one does.
+        report: called at the end; what it returns is printed.
+        notes: printed first, a line each.
 
     Returns:
         Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM.
@@ -58,12 +71,13 @@ def launch(
             f"{task.name} (ranks: {task.num_ranks})" if task.num_ranks else task.name
             for task in tasks
         )
+        for note in notes:
+            print(note)
         print(f"starting {names}; logs in {run_dir / LOGS_FOLDER}/", flush=True)
         experiment_exit_code = _run_experiment(tasks, run_dir, lock, received, progress)
         outcome = _read_outcome(run_dir)
-
         status: Literal["finished", "failed", "interrupted"]
-        if outcome and outcome.get("trainer", {}).get("state") == "SUCCEEDED":
+        if outcome and outcome.get(tasks[-1].name, {}).get("state") == "SUCCEEDED":
             status, reason, exit_code = "finished", "", 0
         elif received:
             name = signal.Signals(received[0]).name
@@ -73,14 +87,8 @@ def launch(
             status, exit_code = "failed", 1
             reason, details = describe_failure(outcome, experiment_exit_code, run_dir)
             print(f"stapo: error: {reason}\n{details}", file=sys.stderr)
-        summary = write_summary(
-            run_dir,
-            status=status,
-            reason=reason,
-            num_steps=config.num_steps,
-            total_s=time.monotonic() - start_s,
-        )
-        print(format_report(summary), flush=True)
+        ending = Ending(status=status, reason=reason, total_s=time.monotonic() - start_s)
+        print(report(ending), flush=True)
     return exit_code
 
 

@@ -37,18 +37,8 @@ def build_tasks(
         trainer_module: what every trainer rank runs, with trainer_arguments beside the run folder.
     """
     trainer_argv = [sys.executable, "-m", trainer_module, *trainer_arguments]
-    trainer_argv += ["--run-dir", config.run_dir]
-    tasks = []
-    if config.rollout.engine == "vllm":
-        host, port = "127.0.0.1", find_free_port()
-        tasks.append(
-            Task(
-                name="engine",
-                argv=[sys.executable, *build_server_arguments(config, host, port)],
-                env=build_server_environment(config),
-            )
-        )
-        trainer_argv += ["--engine-url", f"http://{host}:{port}"]
+    tasks, engine_arguments = _build_engine_task(config)
+    trainer_argv += ["--run-dir", config.run_dir, *engine_arguments]
     env = {
         # A rank is one thread of compute: several ranks share the cores of a CPU.
         "OMP_NUM_THREADS": "1",
@@ -59,8 +49,28 @@ def build_tasks(
         # Megatron's overlap of communication and compute relies on one hardware queue.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     num_ranks = config.parallel.world_size
-    tasks.append(Task(name="trainer", argv=trainer_argv, env=env, num_ranks=num_ranks))
-    return tasks
+    return [*tasks, Task(name="trainer", argv=trainer_argv, env=env, num_ranks=num_ranks)]
+
+
+def build_evaluation_tasks(config: Config) -> list[Task]:
+    """The commands of an evaluation without a trainer; as `build_tasks`."""
+    tasks, engine_arguments = _build_engine_task(config)
+    argv = [sys.executable, "-m", "megatron_stapo.evaluation.run", "--run-dir", config.run_dir]
+    argv += engine_arguments
+    return [*tasks, Task(name="evaluation", argv=argv, env={"OMP_NUM_THREADS": "1"})]
+
+
+def _build_engine_task(config: Config) -> tuple[list[Task], list[str]]:
+    """The vLLM server, if there is one, and what its client is told."""
+    if config.rollout.engine != "vllm":
+        return [], []
+    host, port = "127.0.0.1", find_free_port()
+    engine = Task(
+        name="engine",
+        argv=[sys.executable, *build_server_arguments(config, host, port)],
+        env=build_server_environment(config),
+    )
+    return [engine], ["--engine-url", f"http://{host}:{port}"]
 
 
 def find_free_port() -> int:

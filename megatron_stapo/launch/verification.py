@@ -27,7 +27,7 @@ def launch_verification(config: Config) -> int:
     exit_code = launch(
         reduced,
         tasks,
-        lambda summary: (
+        lambda ending: (
             format_report(report) if (report := read_report(run_dir)) else "nothing was compared"
         ),
     )

@@ -32,11 +32,17 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     learning.set_title("reward and accuracy")
     _plot(learning, x, steps, "reward_mean", "mean reward")
     _plot(learning, x, steps, "accuracy", "accuracy of the rollouts")
-    for event, at in (("accuracy_before", 0), ("accuracy_after", len(steps))):
-        for record in records:
-            if record.get("event") == event and record["value"] is not None:
-                label = f"held-out {event.replace('_', ' ')}"
-                learning.plot([at], [record["value"]], "*", markersize=13, label=label)
+    evaluations = [record for record in records if record.get("event") == "accuracy"]
+    if evaluations:
+        learning.errorbar(
+            [e["after_steps"] for e in evaluations],
+            [_number(e["value"]) for e in evaluations],
+            yerr=[e["standard_error"] or 0.0 for e in evaluations],
+            fmt="*",
+            markersize=11,
+            capsize=4,
+            label="accuracy of the evaluations",
+        )
 
     entropy.set_title("entropy, nats")
     _plot(entropy, x, steps, "entropy_mean", "mean over response tokens")

@@ -95,11 +95,17 @@ def format_event(record: dict[str, Any]) -> str:
     """An event in words: its name, then its values."""
     values = []
     for name, value in record.items():
-        if name not in ("event", "time"):
-            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        if isinstance(value, dict):
+            values += [f"{key} {_format_value(item)}" for key, item in value.items()]
+        elif name not in ("event", "time"):
+            text = _format_value(value)
             values.append(text if name == "value" else f"{name.replace('_', ' ')} {text}")
     words = record["event"].replace("_", " ")
     return f"{words}: {', '.join(values)}" if values else words
+
+
+def _format_value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _format_cell(value: float | None, spec: str, width: int) -> str:

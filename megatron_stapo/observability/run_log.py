@@ -46,8 +46,8 @@ class RunLog:
     def log_event(self, name: str, **values: Any) -> None:
         """Record something that happens once: a phase that begins, or a result of the whole run.
 
-        `accuracy_before` and `accuracy_after` carry the held-out accuracy as `value`; the console
-        shows every other event by its name and values.
+        `accuracy` carries an evaluation: the mean over benchmarks as `value`, its standard_error,
+        and after_steps. The console shows an event by its name and values.
         """
         self._write({"event": name, "time": time.time(), **values})
 

@@ -39,14 +39,20 @@ def write_summary(
     steps = [record for record in records if "step" in record]
     num_response_tokens = _sum(steps, "num_response_tokens")
     num_masked = _sum(steps, "num_masked")
+    evaluations = [
+        {name: record[name] for name in ("after_steps", "value", "standard_error", "benchmarks")}
+        for record in records
+        if record.get("event") == "accuracy"
+    ]
     gaps = [gap for step in steps if (gap := step["metrics"].get("logprob_gap_max")) is not None]
     summary = {
         "status": status,
         "reason": reason,
         "num_steps": num_steps,
         "num_steps_completed": len(steps),
-        "accuracy_before": _find_event_value(records, "accuracy_before"),
-        "accuracy_after": _find_event_value(records, "accuracy_after"),
+        "accuracy_before": _find_accuracy(evaluations, 0),
+        "accuracy_after": _find_accuracy(evaluations, num_steps),
+        "evaluations": evaluations,
         "logprob_gap_max": max(gaps, default=None),
         "num_response_tokens": num_response_tokens,
         "num_candidates": _sum(steps, "num_candidates"),
@@ -75,13 +81,13 @@ def format_summary(summary: dict[str, Any]) -> str:
     """The closing lines of the console."""
     paths = summary["paths"]
     run_dir = Path(paths["curves"]).parent
+    accuracies = ", ".join(map(_format_accuracy, summary["evaluations"]))
     seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in summary["seconds"].items())
     return "\n".join(
         [
             f"{summary['status']} after {summary['num_steps_completed']} of "
             f"{summary['num_steps']} steps in {summary['total_s']:.0f} s",
-            f"  held-out accuracy     before {_format(summary['accuracy_before'], '.4f')}, "
-            f"after {_format(summary['accuracy_after'], '.4f')}",
+            f"  accuracy by steps     {accuracies or '-'}",
             f"  tokens masked by S2T  {summary['num_masked']:,.0f} of "
             f"{summary['num_response_tokens']:,.0f} ({_format(summary['masked_frac'], '.4%')}), "
             f"from {summary['num_candidates']:,.0f} candidates",
@@ -99,8 +105,14 @@ def _sum(steps: list[dict[str, Any]], name: str) -> float:
     return sum(step["metrics"].get(name) or 0 for step in steps)
 
 
-def _find_event_value(records: list[dict[str, Any]], name: str) -> float | None:
-    return next((record["value"] for record in records if record.get("event") == name), None)
+def _find_accuracy(evaluations: list[dict[str, Any]], after_steps: int) -> float | None:
+    return next((e["value"] for e in evaluations if e["after_steps"] == after_steps), None)
+
+
+def _format_accuracy(evaluation: dict[str, Any]) -> str:
+    error = evaluation["standard_error"]
+    spread = "" if error is None else f" +- {error:.4f}"
+    return f"{evaluation['value']:.4f}{spread} after {evaluation['after_steps']}"
 
 
 def _format(value: float | None, spec: str) -> str:

@@ -5,10 +5,10 @@ calls or of what is sampled beside it.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_stapo.types import Prompt, RolloutGroup
+from megatron_stapo.types import Prompt, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +21,20 @@ class Engine(Protocol):
     """
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, max_response_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_group: Callable[[int, RolloutGroup], None] | None = None,
     ) -> list[RolloutGroup]:
         """Sample num_samples responses per prompt from the current weights, in the prompts' order.
 
         A response ends with the first stop token, or after max_response_tokens. Sample i of a
         prompt is seeded with `compute_request_seed` plus i.
+
+        Args:
+            on_group: called with a prompt's index and its responses as soon as they are complete,
+                in any order, while others are still being sampled.
 
         Raises:
             RuntimeError: the engine died, timed out, or returned something malformed.

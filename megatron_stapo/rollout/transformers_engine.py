@@ -4,7 +4,7 @@ A sample draws from a random stream of its own, so that the batch it is in does 
 rows of a batch are prompts of unlike lengths, padded on the left.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_stapo.config import Config
 from megatron_stapo.rollout import compute_request_seed
 from megatron_stapo.rollout.weight_transfer import Checklist
-from megatron_stapo.types import Prompt, Rollout, RolloutGroup
+from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 
 
 class TransformersEngine:
@@ -35,7 +35,11 @@ class TransformersEngine:
         self._model.to(self._device).eval()
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, max_response_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_group: Callable[[int, RolloutGroup], None] | None = None,
     ) -> list[RolloutGroup]:
         """See `Engine`. At most rollout.max_num_seqs rows are sampled at a time."""
         rows = [
@@ -47,13 +51,16 @@ class TransformersEngine:
             for i in range(num_samples)
         ]
         rollouts: list[Rollout] = []
+        groups: list[RolloutGroup] = []
         max_num_seqs = self._config.rollout.max_num_seqs
         for start in range(0, len(rows), max_num_seqs):
-            rollouts += self._sample(rows[start : start + max_num_seqs], max_response_tokens)
-        return [
-            RolloutGroup(prompt=prompt, rollouts=rollouts[i * num_samples : (i + 1) * num_samples])
-            for i, prompt in enumerate(prompts)
-        ]
+            rollouts += self._sample(rows[start : start + max_num_seqs], sampling)
+            for index in range(len(groups), len(rollouts) // num_samples):
+                own = rollouts[index * num_samples : (index + 1) * num_samples]
+                groups.append(RolloutGroup(prompt=prompts[index], rollouts=own))
+                if on_group is not None:
+                    on_group(index, groups[index])
+        return groups
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
@@ -73,7 +80,7 @@ class TransformersEngine:
         """Nothing is held outside the process."""
 
     @torch.no_grad()
-    def _sample(self, rows: list[tuple[list[int], int]], max_response_tokens: int) -> list[Rollout]:
+    def _sample(self, rows: list[tuple[list[int], int]], sampling: Sampling) -> list[Rollout]:
         """Sample one response per (prompt, seed) until every row has ended."""
         num_prompt_tokens = max(len(prompt) for prompt, _ in rows)
         padding = [num_prompt_tokens - len(prompt) for prompt, _ in rows]
@@ -88,7 +95,7 @@ class TransformersEngine:
         uniforms = torch.stack(
             [
                 torch.rand(
-                    max_response_tokens,
+                    sampling.max_response_tokens,
                     dtype=torch.float64,
                     generator=torch.Generator().manual_seed(seed),
                 )
@@ -98,7 +105,7 @@ class TransformersEngine:
         is_open_B = torch.ones(len(rows), dtype=torch.bool, device=self._device)
         cache = None
         steps: list[tuple[torch.Tensor, torch.Tensor]] = []
-        while is_open_B.any() and len(steps) < max_response_tokens:
+        while is_open_B.any() and len(steps) < sampling.max_response_tokens:
             output = self._model(
                 input_ids=token_ids,
                 attention_mask=attention_mask,
@@ -108,8 +115,8 @@ class TransformersEngine:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            logits_BV = output.logits[:, -1].float() / self._config.rollout.temperature
-            logprobs_BV = logits_BV.log_softmax(-1)
+            logits_BV = output.logits[:, -1].float() / sampling.temperature
+            logprobs_BV = keep_top_p(logits_BV.log_softmax(-1), sampling.top_p)
             sampled_B = draw_tokens(logprobs_BV, uniforms[:, len(steps)])
             steps.append((sampled_B, logprobs_BV.gather(-1, sampled_B[:, None])[:, 0]))
             is_open_B &= ~torch.isin(sampled_B, self._stop_token_ids)
@@ -131,6 +138,29 @@ class TransformersEngine:
             finish_reason="stop" if any(is_stop) else "length",
             policy_version=self._policy_version,
         )
+
+
+def keep_top_p(logprobs_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the likeliest tokens whose probabilities reach top_p, at least one, and normalize.
+
+    Args:
+        logprobs_BV: [B, V] fp32, nats, normalized.
+        top_p: in (0, 1]; 1 keeps all.
+
+    Returns:
+        [B, V] fp32, nats; -inf where a token is dropped.
+    """
+    if top_p == 1:
+        return logprobs_BV
+    sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True)
+    probs_BV = sorted_BV.exp()
+    # Dropped are those that begin where the likelier ones have reached top_p already.
+    dropped_BV = probs_BV.cumsum(-1) - probs_BV >= top_p
+    dropped_BV[:, 0] = False
+    kept_BV = logprobs_BV.masked_fill(
+        torch.zeros_like(dropped_BV).scatter(-1, order_BV, dropped_BV), -torch.inf
+    )
+    return kept_BV.log_softmax(-1)
 
 
 def draw_tokens(logprobs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:

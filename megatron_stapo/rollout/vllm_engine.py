@@ -13,7 +13,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
@@ -34,13 +34,15 @@ from megatron_stapo.rollout.weight_transfer import (
     connect,
     iter_buckets,
 )
-from megatron_stapo.types import Prompt, Rollout, RolloutGroup
+from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 
 _NO_LOGPROB = -9999.0
 """What vLLM 0.32 sends for a log-probability that is -inf, NaN or absent."""
 
 _CHECKPOINT_VERSION = "default"
 """vLLM's label for the weights that it loaded at its start."""
+
+_MIN_CONNECTIONS = 256
 
 _HEALTH_INTERVAL_S = 2.0
 """Between two looks at the server's health during a call."""
@@ -71,10 +73,36 @@ class VllmEngine:
         self._wait_until_healthy()
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, max_response_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        on_group: Callable[[int, RolloutGroup], None] | None = None,
     ) -> list[RolloutGroup]:
-        """See `Engine`. One request per prompt, all at once; vLLM seeds sample i with seed + i."""
-        answers = self._post_all(
+        """See `Engine`. One request per prompt; vLLM seeds sample i with seed + i."""
+
+        def take(index: int, answer: Any) -> RolloutGroup:
+            try:
+                rollouts = parse_choices(
+                    answer["choices"],
+                    num_samples=num_samples,
+                    max_response_tokens=sampling.max_response_tokens,
+                    vocab_size=self._vocab_size,
+                    stop_token_ids=self._stop_token_ids,
+                    server_version=self._server_version,
+                    policy_version=self._policy_version,
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise RuntimeError(
+                    f"vLLM engine at {self._url} sent a malformed answer during generate: prompt "
+                    f"{prompts[index].prompt_id}: {error!r}."
+                ) from error
+            group = RolloutGroup(prompt=prompts[index], rollouts=rollouts)
+            if on_group is not None:
+                on_group(index, group)
+            return group
+
+        return self._post_all(
             "generate",
             "inference/v1/generate",
             [
@@ -85,10 +113,10 @@ class VllmEngine:
                         "seed": compute_request_seed(
                             self._config.seed, self._policy_version, prompt.prompt_id
                         ),
-                        "temperature": self._config.rollout.temperature,
-                        "top_p": 1.0,
+                        "temperature": sampling.temperature,
+                        "top_p": sampling.top_p,
                         "top_k": 0,
-                        "max_tokens": max_response_tokens,
+                        "max_tokens": sampling.max_response_tokens,
                         "stop_token_ids": self._stop_token_ids,
                         # The model folder may name end-of-text tokens of its own.
                         "ignore_eos": True,
@@ -99,26 +127,8 @@ class VllmEngine:
                 }
                 for prompt in prompts
             ],
+            take,
         )
-        groups = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            try:
-                rollouts = parse_choices(
-                    answer["choices"],
-                    num_samples=num_samples,
-                    max_response_tokens=max_response_tokens,
-                    vocab_size=self._vocab_size,
-                    stop_token_ids=self._stop_token_ids,
-                    server_version=self._server_version,
-                    policy_version=self._policy_version,
-                )
-            except (KeyError, TypeError, ValueError) as error:
-                raise RuntimeError(
-                    f"vLLM engine at {self._url} sent a malformed answer during generate: prompt "
-                    f"{prompt.prompt_id}: {error!r}."
-                ) from error
-            groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
-        return groups
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
@@ -205,29 +215,48 @@ class VllmEngine:
     def _post(self, doing: str, path: str, payload: Any = None) -> Any:
         return self._post_all(doing, path, [payload])[0]
 
-    def _post_all(self, doing: str, path: str, payloads: Collection[Any]) -> list[Any]:
-        """POST the payloads side by side and return the answers in their order.
+    def _post_all(
+        self,
+        doing: str,
+        path: str,
+        payloads: Sequence[Any],
+        take: Callable[[int, Any], Any] = lambda index, answer: answer,
+    ) -> list[Any]:
+        """POST the payloads side by side and return what take makes of the answers, in their order.
+
+        Args:
+            take: called with a payload's index and its answer as soon as that is there.
 
         Raises:
             RuntimeError: no answer, or an error; says what the trainer was doing.
         """
         try:
-            return asyncio.run(self._send_all(path, payloads))
+            return asyncio.run(self._send_all(path, payloads, take))
         except aiohttp.ClientResponseError as error:
             raise RuntimeError(
                 f"vLLM engine at {self._url} refused {error.request_info.url.path} during {doing}: "
                 f"HTTP {error.status}, {error.message}. See its log."
             ) from error
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise RuntimeError(
                 f"vLLM engine at {self._url} stopped answering during {doing}: {error!r} from "
                 f"{path}. It died or hangs; see its log."
             ) from error
 
-    async def _send_all(self, path: str, payloads: Collection[Any]) -> list[Any]:
+    async def _send_all(
+        self, path: str, payloads: Sequence[Any], take: Callable[[int, Any], Any]
+    ) -> list[Any]:
         timeout_s = self._config.rollout.request_timeout_s
+        # Enough to keep the engine full. A connection more is a file more, on both ends.
+        places = asyncio.Semaphore(max(2 * self._config.rollout.max_num_seqs, _MIN_CONNECTIONS))
         async with self._open_session(timeout_s) as session:
-            answers = asyncio.gather(*(self._send(session, "POST", path, p) for p in payloads))
+
+            async def ask(index: int, payload: Any) -> Any:
+                async with places:
+                    answer = await self._send(session, "POST", path, payload)
+                return take(index, answer)
+
+            answers = asyncio.gather(*(ask(*item) for item in enumerate(payloads)))
             # The server leaves calls unanswered when the process that holds the model dies.
             health = asyncio.create_task(self._watch_health(timeout_s))
             await asyncio.wait([answers, health], return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +298,10 @@ class VllmEngine:
                     status=response.status,
                     message=body[:1000].decode(errors="replace"),
                 )
-            return json.loads(body) if body else None
+            try:
+                return json.loads(body) if body else None
+            except ValueError as error:
+                raise aiohttp.ClientPayloadError(f"no JSON: {error}") from error
 
 
 def parse_choices(

@@ -28,7 +28,7 @@ def build_server_arguments(config: Config, host: str, port: int) -> list[str]:
         *("--host", host),
         *("--port", str(port)),
         *("--dtype", config.model.dtype),
-        *("--max-model-len", str(config.max_sequence_tokens)),
+        *("--max-model-len", str(config.max_engine_tokens)),
         *("--max-num-seqs", str(rollout.max_num_seqs)),
         *("--tensor-parallel-size", str(rollout.tensor_parallel_size)),
         # After temperature; the default is before it.

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from megatron_stapo.config import Config, ParallelConfig, load_model_json
+from megatron_stapo.config import Config, EvaluationConfig, ParallelConfig, load_model_json
 
 MAX_PROMPT_TOKENS = 16
 MAX_RESPONSE_TOKENS = 48
@@ -67,6 +67,7 @@ def reduce_config(config: Config) -> tuple[Config, int]:
             overlong_buffer_tokens=0,
         ),
         optimizer=dataclasses.replace(config.optimizer, num_warmup_steps=0),
+        evaluation=EvaluationConfig(),
     )
     return reduced, num_layers
 

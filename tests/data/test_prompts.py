@@ -2,67 +2,97 @@ import json
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_stapo.config import DataConfig
-from megatron_stapo.data.prompts import PromptStream, load_prompts, load_stop_token_ids
+from megatron_stapo.data.prompts import PromptStream, load_training_prompts
 from megatron_stapo.types import Prompt
 
 
 @pytest.fixture
-def data_config(tmp_path):
+def write(tmp_path, tokenizer_folder):
+    """Write rows of (problem, answer) and return a loader of them."""
     path = tmp_path / "train.jsonl"
-    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(train_path=str(path), heldout_path=str(path), prompt_suffix="")
+
+    def write(rows, **changes):
+        text = "".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in rows)
+        path.write_text(text)
+        rule = changes.pop("rule", "math_verify")
+        config = replace(DataConfig(source=str(path), prompt_suffix=""), **changes)
+        return load_training_prompts(config, rule, 2, tokenizer_folder)
+
+    return write
 
 
-def test_prompts_are_the_chat_template_with_the_generation_prompt(data_config, tokenizer_folder):
-    prompts = load_prompts(data_config, data_config.train_path, tokenizer_folder)
-    from transformers import AutoTokenizer
+ROWS = [(f"What is {i} + 1?", str(i + 1)) for i in range(3)]
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+
+def test_prompts_are_the_chat_template_with_the_generation_prompt(write, tokenizer_folder):
+    prompts, report, num_overlong = write(ROWS)
     assert [p.prompt_id for p in prompts] == [0, 1, 2]
     assert [p.answer for p in prompts] == ["1", "2", "3"]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     assert (
         tokenizer.decode(prompts[1].token_ids)
         == "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
     )
+    assert (report.num_rows, num_overlong) == (3, 0)
 
 
-def test_the_suffix_follows_the_problem(data_config, tokenizer_folder):
-    config = replace(data_config, prompt_suffix=" Think.")
-    [prompt, *_] = load_prompts(config, config.train_path, tokenizer_folder)
-    from transformers import AutoTokenizer
-
+def test_the_papers_suffix_follows_the_problem_by_default(write, tokenizer_folder):
+    [prompt, *_], _, _ = write(ROWS, prompt_suffix=DataConfig(source="").prompt_suffix)
     text = AutoTokenizer.from_pretrained(tokenizer_folder).decode(prompt.token_ids)
-    assert "What is 0 + 1? Think.<|im_end|>" in text
+    assert (
+        "What is 0 + 1?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+        "<|im_end|>"
+    ) in text
+
+
+def test_duplicates_are_left_out_and_told_unless_asked_for(write):
+    rows = [*ROWS, ROWS[1], (" What is 0  + 1?", "5")]
+    prompts, report, _ = write(rows)
+    assert [p.prompt_id for p in prompts] == [0, 1, 2]
+    assert (report.num_duplicates, report.num_conflicting) == (2, 1)
+    prompts, _, _ = write(rows, keep_duplicates=True)
+    assert [p.prompt_id for p in prompts] == [0, 1, 2, 3, 4]
+
+
+def test_chinese_prompts_are_kept_unless_dropped(write):
+    rows = [*ROWS, ("\u8ba1\u7b97 1 + 1", "2")]
+    assert len(write(rows)[0]) == 4
+    prompts, report, _ = write(rows, drop_chinese=True)
+    assert (len(prompts), report.num_chinese) == (3, 1)
+
+
+def test_prompts_over_the_limit_are_left_out_and_counted(write):
+    rows = [*ROWS, ("x" * 100, "2")]
+    prompts, _, num_overlong = write(rows, max_prompt_tokens=70)
+    assert ([p.prompt_id for p in prompts], num_overlong) == ([0, 1, 2], 1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("rows", "changes", "message"),
     [
-        ({"train_path": "nowhere.jsonl"}, "no file nowhere.jsonl"),
-        ({"answer_column": "gold"}, "data.answer_column='gold'"),
-        ({"max_prompt_tokens": 5}, "data.max_prompt_tokens=5: the prompt in row 0"),
+        (ROWS, {"source": "nowhere.jsonl"}, "nowhere.jsonl"),
+        (ROWS, {"max_prompt_tokens": 5}, r"0 of 3 problems have at most data.max_prompt_tokens=5"),
+        (ROWS[:1] + [ROWS[0]] * 5, {}, r"the ground truth of all 1 problems is '1'"),
+        ([("a", "1"), ("b", "1"), ("c", " 1")], {}, r"the ground truth of all 3 problems is '1'"),
+        ([("a", "1"), ("b", "2"), ("c", " ")], {}, r"row 2"),
+        (
+            [("a", "1"), ("b", "2"), ("c", "\\frac{1}{")],
+            {},
+            r"row 2 has the ground truth '\\\\frac\{1\}\{'.*reward.rule=exact_box",
+        ),
     ],
 )
-def test_bad_data_is_refused_by_field_value_and_row(
-    data_config, tokenizer_folder, changes, message
-):
-    config = replace(data_config, **changes)
+def test_what_no_run_could_learn_from_is_refused(write, rows, changes, message):
     with pytest.raises(ValueError, match=message):
-        load_prompts(config, config.train_path, tokenizer_folder)
+        write(rows, **changes)
 
 
-def test_an_empty_answer_is_refused(data_config, tokenizer_folder, tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"problem": "a", "answer": " "}\n')
-    with pytest.raises(ValueError, match=r"row 0 of .* has an empty 'answer'"):
-        load_prompts(data_config, data_config.train_path, tokenizer_folder)
-
-
-def test_either_end_of_text_stops_a_response(tokenizer_folder):
-    # The tokenizer's own is <|im_end|>; the generation config of a base model says <|endoftext|>.
-    assert load_stop_token_ids(tokenizer_folder) == [0, 2]
+def test_another_rule_takes_a_ground_truth_that_is_no_formula(write):
+    prompts, _, _ = write([("a", "1"), ("c", "\\frac{1}{")], rule="exact_box")
+    assert len(prompts) == 2
 
 
 def build_prompts(count):
@@ -77,8 +107,34 @@ def test_each_epoch_is_every_prompt_once_in_a_new_order():
 
 
 def test_the_order_depends_on_the_position_alone():
-    whole = [p.prompt_id for p in PromptStream(build_prompts(7), seed=1).next(20)]
+    whole = [p.prompt_id for p in PromptStream(build_prompts(7), seed=1).next(7)]
     stream = PromptStream(build_prompts(7), seed=1)
-    pieces = [p.prompt_id for n in (3, 4, 1, 12) for p in stream.next(n)]
+    pieces = [p.prompt_id for n in (3, 1, 1, 2) for p in stream.next(n)]
     assert pieces == whole
-    assert whole != [p.prompt_id for p in PromptStream(build_prompts(7), seed=2).next(20)]
+    assert whole != [p.prompt_id for p in PromptStream(build_prompts(7), seed=2).next(7)]
+
+
+def test_no_draw_holds_a_prompt_twice_where_two_epochs_meet():
+    for seed in range(50):
+        stream = PromptStream(build_prompts(7), seed=seed)
+        for _ in range(10):
+            ids = [p.prompt_id for p in stream.next(5)]
+            assert len(set(ids)) == 5
+
+
+def test_what_a_step_has_drawn_is_not_drawn_again():
+    stream = PromptStream(build_prompts(7), seed=1)
+    first = {p.prompt_id for p in stream.next(4)}
+    second = {p.prompt_id for p in stream.next(3, first)}
+    assert not first & second
+    with pytest.raises(ValueError, match="a step needs 3 problems beside the 5 it has drawn"):
+        stream.next(3, range(5))
+
+
+def test_a_stream_goes_on_from_a_position():
+    stream = PromptStream(build_prompts(7), seed=1)
+    for _ in range(4):
+        stream.next(5)
+    resumed = PromptStream(build_prompts(7), seed=1)
+    resumed.position = stream.position
+    assert [resumed.next(5) for _ in range(5)] == [stream.next(5) for _ in range(5)]

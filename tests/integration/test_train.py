@@ -24,7 +24,7 @@ def coin():
         model=ModelConfig(path=r"{base}", dtype="float32"),
         parallel=ParallelConfig(device="cpu", tensor_model_parallel_size=2),
         data=DataConfig(
-            train_path=r"{base}/train.jsonl", heldout_path=r"{base}/heldout.jsonl",
+            source=r"{base}/train.jsonl",
             prompt_suffix="", max_prompt_tokens=48, max_microbatch_tokens=512,
         ),
         rollout=RolloutConfig(
@@ -33,7 +33,7 @@ def coin():
         ),
         algorithm=AlgorithmConfig(num_prompts_per_minibatch=8),
         optimizer=OptimizerConfig(lr=2e-3, num_warmup_steps=0),
-        evaluation=EvaluationConfig(num_problems=16, num_samples=8),
+        evaluation=EvaluationConfig(benchmarks=(r"heldout={base}/heldout.jsonl",), num_samples=8),
     )
 """
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qw
 
 from megatron_stapo.rollout.vllm_engine import VllmEngine
 from megatron_stapo.rollout.vllm_server import build_server_arguments, build_server_environment
-from megatron_stapo.types import Prompt
+from megatron_stapo.types import Prompt, Sampling
 from tests.workers import build_config
 
 pytestmark = pytest.mark.vllm
@@ -29,6 +30,7 @@ VOCAB_SIZE = 96
 STOP_TOKEN_IDS = [3, 50]
 TEMPERATURE = 0.7
 MAX_TOKENS = 24
+SAMPLING = Sampling(temperature=TEMPERATURE, top_p=1.0, max_response_tokens=MAX_TOKENS)
 DEADLINE_S = 60
 """After which a dead engine must have become an error."""
 
@@ -99,7 +101,6 @@ def config(model_path):
         data__max_prompt_tokens=100,
         data__max_microbatch_tokens=1000,
         rollout__max_response_tokens=900,
-        rollout__temperature=TEMPERATURE,
         rollout__max_num_seqs=256,
         rollout__kv_cache_bytes=64 << 20,
         rollout__start_timeout_s=240,
@@ -150,7 +151,7 @@ def build_prompts(num_prompts=6):
 
 
 def generate(engine):
-    return engine.generate(build_prompts(), 8, MAX_TOKENS)
+    return engine.generate(build_prompts(), 8, SAMPLING)
 
 
 def list_samples(groups):
@@ -189,9 +190,9 @@ def test_samples_are_equal_to_the_last_bit_in_every_batch(engine):
     expected = list_samples(generate(engine))
     assert list_samples(generate(engine)) == expected
     prompts = build_prompts()
-    reverse = engine.generate(prompts[::-1], 8, MAX_TOKENS)
+    reverse = engine.generate(prompts[::-1], 8, SAMPLING)
     assert list_samples(reverse[::-1]) == expected
-    alone = engine.generate(prompts[2:3], 3, MAX_TOKENS)
+    alone = engine.generate(prompts[2:3], 3, SAMPLING)
     assert list_samples(alone) == expected[16:19]
 
 
@@ -201,7 +202,7 @@ def test_samples_follow_the_softmax(engine, model_path):
     prompts = [
         Prompt(prompt_id=i, problem="", answer="", token_ids=token_ids) for i in range(100, 132)
     ]
-    groups = engine.generate(prompts, 256, 1)
+    groups = engine.generate(prompts, 256, replace(SAMPLING, max_response_tokens=1))
     drawn = torch.tensor([rollout.token_ids[0] for group in groups for rollout in group.rollouts])
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from megatron_stapo.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_stapo.launch import Task, launch
+from megatron_stapo.launch import Ending, Task, launch
+from megatron_stapo.observability.summary import format_summary, write_summary
 
 # As vLLM does, the engine has a child that outlives its parent and that no signal but SIGKILL ends.
 ENGINE = """
@@ -31,7 +32,14 @@ if rank == 0:
     with open(run_dir / "metrics.jsonl", "a") as file:
         metrics = {"num_response_tokens": 100, "num_masked": 2, "num_candidates": 3}
         for record in (
-            {"event": "accuracy_before", "time": time.time(), "value": 0.25},
+            {
+                "event": "accuracy",
+                "time": time.time(),
+                "value": 0.25,
+                "standard_error": None,
+                "after_steps": 0,
+                "benchmarks": {},
+            },
             {"step": 1, "time": time.time(), "metrics": metrics, "seconds": {"rollout": 1.5}},
         ):
             file.write(json.dumps(record) + "\\n")
@@ -50,7 +58,7 @@ def main() -> int:
         num_steps=2,
         model=ModelConfig(path="unused"),
         parallel=ParallelConfig(device="cpu", data_parallel_size=2),
-        data=DataConfig(train_path="unused", heldout_path="unused"),
+        data=DataConfig(source="unused"),
         run_dir=run_dir,
     )
     Path(run_dir).mkdir(exist_ok=True)
@@ -63,7 +71,19 @@ def main() -> int:
             num_ranks=config.parallel.world_size,
         ),
     ]
-    return launch(config, tasks)
+
+    def report(ending: Ending) -> str:
+        return format_summary(
+            write_summary(
+                run_dir,
+                status=ending.status,
+                reason=ending.reason,
+                num_steps=config.num_steps,
+                total_s=ending.total_s,
+            )
+        )
+
+    return launch(config, tasks, report)
 
 
 if __name__ == "__main__":

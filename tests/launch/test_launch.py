@@ -104,7 +104,7 @@ def test_success_stops_the_engine_and_exits_0(runs: dict[str, Run]) -> None:
     engine = psutil.Process(run.get_pid("engine"))
     exit_code, stdout, stderr = run.wait_until_ended([engine])
     assert (exit_code, stderr) == (0, "")
-    assert "accuracy before: 0.25" in stdout and "finished after 1 of 2 steps" in stdout
+    assert "accuracy: 0.25" in stdout and "finished after 1 of 2 steps" in stdout
     summary = run.read_summary()
     assert (summary["status"], summary["reason"]) == ("finished", "")
     assert summary["masked_frac"] == 0.02

@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stapo.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_stapo.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 from megatron_stapo.launch import Task, build_tasks
-from megatron_stapo.launch.tasks import build_script
+from megatron_stapo.launch.tasks import build_evaluation_tasks, build_script
 
 
 @pytest.fixture
@@ -17,7 +23,7 @@ def config() -> Config:
         num_steps=1,
         model=ModelConfig(path="model"),
         parallel=ParallelConfig(device="cpu", data_parallel_size=2),
-        data=DataConfig(train_path="train.jsonl", heldout_path="heldout.jsonl"),
+        data=DataConfig(source="train.jsonl"),
     )
 
 
@@ -48,3 +54,21 @@ def test_a_script_hands_over_arguments_and_environment_as_they_are(tmp_path: Pat
     result = subprocess.run(["bash", "-c", script], env={"RANK": "3"}, capture_output=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
     assert (run_dir / "logs" / "trainer_rank3.log").read_text() == f"{value}\n{value}\n"
+
+
+def test_an_evaluation_is_a_server_and_one_process(config: Config) -> None:
+    engine, evaluation = build_evaluation_tasks(config)
+    assert (evaluation.name, evaluation.num_ranks) == ("evaluation", 0)
+    port = engine.argv[engine.argv.index("--port") + 1]
+    assert evaluation.argv[-1] == f"http://127.0.0.1:{port}"
+    assert evaluation.argv[1:5] == ["-m", "megatron_stapo.evaluation.run", "--run-dir", "runs/base"]
+
+
+def test_the_engine_holds_the_longest_sequence_of_training_or_evaluation(config: Config) -> None:
+    def find_length(config: Config) -> str:
+        engine = build_evaluation_tasks(config)[0]
+        return engine.argv[engine.argv.index("--max-model-len") + 1]
+
+    assert find_length(config) == str(1024 + 15360)
+    evaluation = EvaluationConfig(benchmarks=("aime24",), max_response_tokens=20480)
+    assert find_length(replace(config, evaluation=evaluation)) == str(1024 + 20480)

@@ -63,10 +63,13 @@ def test_a_missing_value_is_a_dash() -> None:
     ("event", "text"),
     [
         ({"event": "engine_ready"}, "engine ready"),
-        ({"event": "accuracy_before", "value": 0.123456}, "accuracy before: 0.1235"),
         (
-            {"event": "accuracy_after", "value": 0.5, "num_problems": 256},
-            "accuracy after: 0.5, num problems 256",
+            {"event": "accuracy", "value": 0.123456, "after_steps": 0},
+            "accuracy: 0.1235, after steps 0",
+        ),
+        (
+            {"event": "accuracy", "value": 0.5, "benchmarks": {"aime24": 0.25, "own": 0.75}},
+            "accuracy: 0.5, aime24 0.25, own 0.75",
         ),
     ],
 )

@@ -22,11 +22,11 @@ def read_lines(run_dir: Path) -> list[dict]:
 
 
 def test_lines_are_on_disk_at_once_and_non_finite_values_are_null(run_log, tmp_path: Path) -> None:
-    run_log.log_event("accuracy_before", value=0.25)
+    run_log.log_event("accuracy", value=0.25)
     metrics = {"loss": 0.5, "entropy_threshold": float("nan"), "ratio_max": float("inf")}
     run_log.log_step(1, metrics | {"absent": None}, {"rollout": 2.0})
     event, step = read_lines(tmp_path)
-    assert (event["event"], event["value"]) == ("accuracy_before", 0.25)
+    assert (event["event"], event["value"]) == ("accuracy", 0.25)
     assert step["step"] == 1 and step["seconds"] == {"rollout": 2.0}
     assert step["metrics"] == {
         "loss": 0.5,

@@ -25,8 +25,17 @@ STEPS = [
     }
     for step, gap in [(1, 1e-5), (2, 3e-5), (3, None)]
 ]
-BEFORE = {"event": "accuracy_before", "time": 0.0, "value": 0.25}
-AFTER = {"event": "accuracy_after", "time": 0.0, "value": 0.5}
+BEFORE, BETWEEN, AFTER = (
+    {
+        "event": "accuracy",
+        "time": 0.0,
+        "value": value,
+        "standard_error": error,
+        "after_steps": after_steps,
+        "benchmarks": {"own": value},
+    }
+    for value, error, after_steps in ((0.25, 0.01, 0), (0.4, None, 2), (0.5, 0.02, 3))
+)
 
 
 def summarize(run_dir: Path, records: list[dict], torn: str = "", **end: str) -> dict[str, Any]:
@@ -47,7 +56,7 @@ def count_colors(path: Path) -> int:
 
 
 def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
-    summary = summarize(tmp_path, [BEFORE, *STEPS, AFTER])
+    summary = summarize(tmp_path, [BEFORE, *STEPS, BETWEEN, AFTER])
     assert summary["num_steps_completed"] == 3
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.5)
     assert summary["logprob_gap_max"] == 3e-5
@@ -57,13 +66,13 @@ def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
     assert summary["seconds"]["rollout"] == 6.0 and summary["seconds"]["sync"] == 0.0
     text = format_summary(summary)
     assert text.startswith("finished after 3 of 3 steps in 12 s\n")
-    assert "before 0.2500, after 0.5000" in text
+    assert "0.2500 +- 0.0100 after 0, 0.4000 after 2, 0.5000 +- 0.0200 after 3" in text
     assert "9 of 600 (1.5000%), from 15 candidates" in text
     assert summary["paths"]["curves"] in text
 
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
-    summarize(tmp_path, [BEFORE, *STEPS, AFTER])
+    summarize(tmp_path, [BEFORE, *STEPS, BETWEEN, AFTER])
     drawn = count_colors(tmp_path / "curves.png")
     summarize(tmp_path, [])
     assert drawn > count_colors(tmp_path / "curves.png") > 1

@@ -1,23 +1,24 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_stapo.rollout import compute_request_seed
-from megatron_stapo.rollout.transformers_engine import TransformersEngine, draw_tokens
-from megatron_stapo.types import Prompt
+from megatron_stapo.rollout.transformers_engine import TransformersEngine, draw_tokens, keep_top_p
+from megatron_stapo.types import Prompt, Sampling
 from tests.tiny_model import VOCAB_SIZE
 from tests.workers import build_config
 
 MAX_TOKENS = 12
-STOP_TOKEN_IDS = [3, 50]
 TEMPERATURE = 0.7
+SAMPLING = Sampling(temperature=TEMPERATURE, top_p=1.0, max_response_tokens=MAX_TOKENS)
+STOP_TOKEN_IDS = [3, 50]
 
 
 def build_engine(path, **changes):
-    config = build_config(path, rollout__temperature=TEMPERATURE, **changes)
-    return TransformersEngine(config, STOP_TOKEN_IDS)
+    return TransformersEngine(build_config(path, **changes), STOP_TOKEN_IDS)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def list_rollouts(groups):
 
 
 def test_samples_are_those_of_a_pass_per_token(engine):
-    for group in engine.generate(build_prompts(), 3, MAX_TOKENS):
+    for group in engine.generate(build_prompts(), 3, SAMPLING):
         seed = compute_request_seed(0, 0, group.prompt.prompt_id)
         for i, rollout in enumerate(group.rollouts):
             generator = torch.Generator().manual_seed(seed + i)
@@ -68,7 +69,7 @@ def test_samples_are_those_of_a_pass_per_token(engine):
 
 
 def test_logprobs_are_those_of_a_full_pass(engine):
-    for group in engine.generate(build_prompts(), 4, MAX_TOKENS):
+    for group in engine.generate(build_prompts(), 4, SAMPLING):
         prompt = group.prompt.token_ids
         for rollout in group.rollouts:
             logprobs_TV = compute_logprobs(engine, prompt + rollout.token_ids)[len(prompt) - 1 : -1]
@@ -80,20 +81,20 @@ def test_logprobs_are_those_of_a_full_pass(engine):
 
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 256])
 def test_samples_do_not_depend_on_the_batch(engine, tiny_models, max_num_seqs):
-    expected = list_rollouts(engine.generate(build_prompts(), 4, MAX_TOKENS))
+    expected = list_rollouts(engine.generate(build_prompts(), 4, SAMPLING))
     other = build_engine(
         tiny_models["untied"], rollout__engine="transformers", rollout__max_num_seqs=max_num_seqs
     )
     prompts = build_prompts()
-    assert list_rollouts(other.generate(prompts, 4, MAX_TOKENS)) == expected
-    reverse = list_rollouts(other.generate(prompts[::-1], 4, MAX_TOKENS))
+    assert list_rollouts(other.generate(prompts, 4, SAMPLING)) == expected
+    reverse = list_rollouts(other.generate(prompts[::-1], 4, SAMPLING))
     assert sorted(reverse) == sorted(expected)
-    alone = list_rollouts(other.generate(prompts[1:2], 2, MAX_TOKENS))
+    alone = list_rollouts(other.generate(prompts[1:2], 2, SAMPLING))
     assert alone == [row for row in expected if row[0] == 1 and row[1] < 2]
 
 
 def test_a_response_ends_at_its_first_stop_token_or_at_the_limit(engine):
-    groups = engine.generate(build_prompts(), 32, MAX_TOKENS)
+    groups = engine.generate(build_prompts(), 32, SAMPLING)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
     for rollout in rollouts:
@@ -104,6 +105,39 @@ def test_a_response_ends_at_its_first_stop_token_or_at_the_limit(engine):
         else:
             assert len(rollout.token_ids) == MAX_TOKENS
             assert rollout.token_ids[-1] not in STOP_TOKEN_IDS
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 256])
+def test_each_group_is_told_once_it_is_complete(tiny_models, max_num_seqs):
+    engine = build_engine(
+        tiny_models["untied"], rollout__engine="transformers", rollout__max_num_seqs=max_num_seqs
+    )
+    told = []
+    groups = engine.generate(build_prompts(), 3, SAMPLING, lambda *item: told.append(item))
+    assert [index for index, _ in told] == [0, 1, 2]
+    assert all(group is groups[index] for index, group in told)
+
+
+def test_top_p_keeps_the_likeliest_tokens_that_reach_it():
+    logprobs_BV = torch.tensor([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]]).log()
+    kept = keep_top_p(logprobs_BV, 0.7).exp()
+    torch.testing.assert_close(kept, torch.tensor([[0, 2 / 3, 0, 1 / 3], [1.0, 0, 0, 0]]))
+    # 0.5 + 0.25 reaches 0.75 exactly; a little more needs one more.
+    assert (keep_top_p(logprobs_BV, 0.76)[0] > -torch.inf).tolist() == [False, True, True, True]
+    assert torch.equal(keep_top_p(logprobs_BV, 1.0), logprobs_BV)
+
+
+def test_top_p_bounds_what_is_sampled(engine):
+    groups = engine.generate(build_prompts(), 8, replace(SAMPLING, top_p=0.5))
+    for group in groups:
+        prompt = group.prompt.token_ids
+        for rollout in group.rollouts:
+            logprobs_TV = compute_logprobs(engine, prompt + rollout.token_ids)[len(prompt) - 1 : -1]
+            kept_TV = keep_top_p(logprobs_TV, 0.5)
+            expected_T = kept_TV.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(
+                torch.tensor(rollout.rollout_logprobs), expected_T, rtol=0, atol=1e-5
+            )
 
 
 def test_drawn_tokens_follow_the_probabilities():
@@ -123,12 +157,12 @@ def test_the_ends_of_the_interval_draw_a_token_that_can_occur(uniform):
 @pytest.mark.parametrize("embedding", ["tied", "untied"])
 def test_new_weights_are_sampled_from(tiny_models, embedding):
     engine = build_engine(tiny_models[embedding])
-    before = list_rollouts(engine.generate(build_prompts(), 2, MAX_TOKENS))
+    before = list_rollouts(engine.generate(build_prompts(), 2, SAMPLING))
     weights = load_file(tiny_models[embedding] / "model.safetensors")
     engine.update_weights(((name, 1.1 * w) for name, w in weights.items()), policy_version=5)
     for name, parameter in engine._model.named_parameters():
         assert torch.equal(parameter, 1.1 * weights[name]), name
-    groups = engine.generate(build_prompts(), 2, MAX_TOKENS)
+    groups = engine.generate(build_prompts(), 2, SAMPLING)
     assert list_rollouts(groups) != before
     assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {5}
 

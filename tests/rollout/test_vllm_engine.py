@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stapo.rollout import compute_request_seed
 from megatron_stapo.rollout.vllm_engine import VllmEngine, parse_choices
 from megatron_stapo.rollout.weight_transfer import connect
-from megatron_stapo.types import Prompt
+from megatron_stapo.types import Prompt, Sampling
 from tests.workers import build_config
 
 STOP = 1
 MAX_TOKENS = 3
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=MAX_TOKENS)
 PROMPTS = [Prompt(prompt_id=i, problem="", answer="", token_ids=[5, 6]) for i in (7, 8)]
 
 
@@ -190,7 +192,7 @@ GENERATE = "/inference/v1/generate"
 
 
 def generate(engine):
-    return engine.generate(PROMPTS, 2, MAX_TOKENS)
+    return engine.generate(PROMPTS, 2, SAMPLING)
 
 
 def answer_well(request):
@@ -210,6 +212,40 @@ def test_groups_come_in_the_order_of_the_prompts_each_with_its_own_seed(server, 
     assert [group.prompt for group in groups] == PROMPTS
     assert all(len(group.rollouts) == 2 for group in groups)
     assert len({request["sampling_params"]["seed"] for request in requests}) == 2
+
+
+def test_a_group_is_told_while_others_are_sampled(server, engine):
+    first_is_told = threading.Event()
+    told = []
+
+    def answer(request):
+        if request["sampling_params"]["seed"] == seed:
+            assert first_is_told.wait(timeout=10)
+        return answer_well(request)
+
+    def tell(index, group):
+        told.append((index, group))
+        first_is_told.set()
+
+    # The first prompt's answer is held back until the second's has been told.
+    seed = compute_request_seed(0, 0, PROMPTS[0].prompt_id)
+    server.answers[GENERATE] = answer
+    groups = engine.generate(PROMPTS, 2, SAMPLING, tell)
+    assert [index for index, _ in told] == [1, 0]
+    assert all(group is groups[index] for index, group in told)
+
+
+def test_the_sampling_is_passed_on(server, engine):
+    requests = []
+
+    def answer(request):
+        requests.append(request["sampling_params"])
+        return answer_well(request)
+
+    server.answers[GENERATE] = answer
+    engine.generate(PROMPTS, 2, Sampling(temperature=0.7, top_p=0.9, max_response_tokens=3))
+    for request in requests:
+        assert (request["temperature"], request["top_p"], request["max_tokens"]) == (0.7, 0.9, 3)
 
 
 def test_a_server_that_never_starts_is_an_error(tmp_path):
@@ -235,10 +271,10 @@ def test_a_loading_server_is_waited_for(server, tmp_path):
     [
         ((500, b"EngineDeadError"), "refused .* during generate: HTTP 500, EngineDeadError"),
         ((None, b""), "stopped answering during generate: .*see its log"),
-        ((200, b"<html>"), "stopped answering during generate: JSONDecodeError"),
-        ((200, b"[]"), "malformed answer during generate: prompt 7"),
-        ((200, b"{}"), "malformed answer during generate: prompt 7: KeyError"),
-        ((200, b'{"choices": []}'), "malformed answer during generate: prompt 7: .*0 samples"),
+        ((200, b"<html>"), "stopped answering during generate: .*no JSON"),
+        ((200, b"[]"), "malformed answer during generate: prompt [78]"),
+        ((200, b"{}"), "malformed answer during generate: prompt [78]: KeyError"),
+        ((200, b'{"choices": []}'), "malformed answer during generate: prompt [78]: .*0 samples"),
     ],
 )
 def test_generate_fails_loudly(server, engine, answer, message):
@@ -266,7 +302,7 @@ def test_a_server_that_lost_its_model_is_an_error_though_it_leaves_calls_open(se
 
 
 def test_no_prompts_are_no_groups(engine):
-    assert engine.generate([], 2, MAX_TOKENS) == []
+    assert engine.generate([], 2, SAMPLING) == []
 
 
 def test_a_server_that_is_gone_is_an_error(server, engine):
