@@ -106,3 +106,13 @@ def test_a_process_that_wrote_no_log_is_named_all_the_same(logs: Path) -> None:
         "NeMo-Run was killed by SIGKILL.",
         f"last lines of {logs}/nemo_run.log:\n  (the log is empty)",
     )
+
+
+def test_an_evaluation_is_blamed_with_its_own_log(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "evaluation.log").write_text(TRACEBACK.format(error="RuntimeError: no worker"))
+    outcome = {"evaluation": {"state": "FAILED", "exit_code": 1}}
+    reason, details = describe_failure(outcome, 0, tmp_path)
+    assert reason == "the evaluation ended with exit code 1: RuntimeError: no worker"
+    assert "evaluation.log" in details

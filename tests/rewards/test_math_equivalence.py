@@ -114,9 +114,23 @@ def test_it_runs_beside_the_main_thread():
     | st.text(alphabet="0123456789xyein\\{}()[]^_!.,+-*/=<>|%&$ \n", max_size=60)
     | st.lists(
         st.sampled_from(
-            r"\frac \sqrt \pm \cup \in \le \text{ or } \{ \} { } ( ) [ ] ^ _ ! 1 23 x e i , = < . "
-            r"\sin \log \binom \lfloor \rfloor \begin{pmatrix} \end{pmatrix} & \\ \pi \infty | \boxed{"
-            "".split()
+            [
+                *(
+                    r"\frac",
+                    r"\sqrt",
+                    r"\pm",
+                    r"\cup",
+                    r"\in",
+                    r"\le",
+                    r"\text{",
+                    "or",
+                    r"\{",
+                    r"\}",
+                ),
+                *("{", "}", "(", ")", "[", "]", "^", "_", "!", "1", "23", "x", "e", "i", ",", "="),
+                *("<", ".", r"\sin", r"\log", r"\binom", r"\lfloor", r"\rfloor", "&", r"\\"),
+                *(r"\begin{pmatrix}", r"\end{pmatrix}", r"\pi", r"\infty", "|", r"\boxed{"),
+            ]
         ),
         max_size=14,
     ).map(" ".join)
@@ -197,7 +211,8 @@ def test_order_counts_in_a_tuple_and_not_in_a_set(items, random):
     [
         ("", "is empty"),
         ("  ", "is empty"),
-        ("$ $", "layout"),
+        ("$ $", "is empty"),
+        (r"\quad", "layout"),
         (r"\frac{1}{2", "opens { that nothing closes"),
         ("5}", "closes } that nothing opens"),
         ("(1,2", "opens ( that nothing closes"),
