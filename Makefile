@@ -6,9 +6,15 @@ export PYTHON
 # A run starts up to five processes that import the same large packages.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint base lock clean
+.PHONY: demo sums test lint base lock clean
 demo: base ## pre-train the tiny base, then watch it learn under STAPO
 	$(BIN)/stapo train tiny_stapo
+
+sums: .venv/ready ## the second recipe: evaluate a base on procedural sums, train it, evaluate again
+	$(BIN)/python tools/make_tiny_base.py --problems sums --out runs/sums_base
+	$(BIN)/stapo eval runs/sums_base --recipe tiny_sums
+	$(BIN)/stapo train tiny_sums
+	$(BIN)/stapo eval runs/tiny_sums/model --recipe tiny_sums
 
 test: lint ## lint, types and every unmarked, distributed and vllm test
 	$(BIN)/pytest

@@ -1,44 +1,30 @@
 """Entry point of every trainer rank, and the training loop.
 
 torchrun starts one process per rank: `python -m megatron_stapo.train --run-dir DIR [--engine-url
-URL]`. Rank 0 drives: it draws prompts, talks to the engine, scores, packs and scatters.
+URL]`. Rank 0 drives, see `driver`.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_stapo import config as config_module
-from megatron_stapo.algo.advantage import compute_group_advantages
-from megatron_stapo.algo.overlong import compute_overlong_penalty
 from megatron_stapo.config import Config
-from megatron_stapo.data.packing import pack
-from megatron_stapo.data.prompts import (
-    PromptStream,
-    load_stop_token_ids,
-    load_tokenizer,
-    load_training_prompts,
-)
-from megatron_stapo.evaluation.evaluate import evaluate_into, load_benchmarks
-from megatron_stapo.evaluation.statistics import compute_average, compute_average_error
+from megatron_stapo.data.prompts import load_stop_token_ids
+from megatron_stapo.driver import Driver, Timer
 from megatron_stapo.observability import RunLog
 from megatron_stapo.parallel.context_parallel import slice_microbatch
 from megatron_stapo.parallel.groups import Groups, destroy_distributed, init_distributed
 from megatron_stapo.reshard.weight_sync import WeightSync
-from megatron_stapo.rewards.judge import Judge, Judgement, Pending, compute_judge_metrics
 from megatron_stapo.rollout import Engine
 from megatron_stapo.rollout.connect import build_engine
 from megatron_stapo.trainer.trainer import Trainer
-from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling
+from megatron_stapo.types import Minibatch
 
 
 def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog | None) -> None:
@@ -71,200 +57,6 @@ def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog
     if driver:
         driver.close()
     trainer.weights.save(Path(config.run_dir) / "model")
-
-
-class Timer:
-    """Wall-clock seconds of a step, by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the block's time to the phase."""
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
-class Driver:
-    """What rank 0 does beside training: prompts to rewarded rollouts, and the log."""
-
-    def __init__(self, config: Config, engine: Engine, run_log: RunLog) -> None:
-        self._config = config
-        self._engine = engine
-        self._run_log = run_log
-        self._tokenizer = load_tokenizer(config.model.path)
-        self._sampling = Sampling(
-            temperature=config.rollout.temperature,
-            top_p=1.0,
-            max_response_tokens=config.rollout.max_response_tokens,
-        )
-        prompts, report, num_overlong = load_training_prompts(
-            config.data, config.reward.rule, config.rollout.num_prompts_per_step, config.model.path
-        )
-        run_log.log_event("training_problems", value=report.format(), num_overlong=num_overlong)
-        self._stream = PromptStream(prompts, config.seed)
-        self._benchmarks = load_benchmarks(config)
-        self._judge = Judge(config.reward, Path(config.run_dir))
-        self._rollout_metrics: dict[str, float] = {}
-
-    def collect(self, timer: Timer) -> list[list[Minibatch]]:
-        """Draw a step's prompts and return its mini-batches for every data-parallel rank."""
-        config = self._config
-        num_prompts = config.rollout.num_prompts_per_step
-        num_rounds, kept = 0, []
-        drawn: set[int] = set()
-        judgements: list[Judgement] = []
-        while len(kept) < num_prompts:
-            if num_rounds == config.algorithm.max_sampling_rounds:
-                raise RuntimeError(
-                    f"algorithm.max_sampling_rounds={num_rounds}: the responses of only "
-                    f"{len(kept)} of {num_prompts} groups are partly right; choose problems that "
-                    "the model solves at times, or switch algorithm.dynamic_sampling off."
-                )
-            num_rounds += 1
-            prompts = self._stream.next(num_prompts, drawn)
-            drawn |= {prompt.prompt_id for prompt in prompts}
-            groups, round_judgements = self._sample_and_judge(prompts, timer)
-            judgements += round_judgements
-            if config.algorithm.dynamic_sampling:
-                # By correctness: a length penalty would make every group look informative.
-                groups = [g for g in groups if len({r.is_correct for r in g.rollouts}) > 1]
-            kept += groups
-        del kept[num_prompts:]
-        self._assign_advantages(kept)
-        self._rollout_metrics = compute_rollout_metrics(kept) | compute_judge_metrics(judgements)
-        if config.algorithm.dynamic_sampling:
-            self._rollout_metrics["sampling_rounds"] = num_rounds
-        return pack(
-            kept,
-            config.algorithm.num_prompts_per_minibatch,
-            config.max_pack_tokens,
-            config.parallel,
-            config.algorithm.filter_truncated,
-        )
-
-    def evaluate(self, num_steps_done: int) -> None:
-        """Evaluate before the first step, after the last, and every interval_steps between."""
-        config, interval = self._config, self._config.evaluation.interval_steps
-        is_due = num_steps_done in (0, config.num_steps) or (
-            interval is not None and num_steps_done % interval == 0
-        )
-        if not (is_due and self._benchmarks):
-            return
-        self._run_log.log_event("evaluating", after_steps=num_steps_done)
-        start = time.perf_counter()
-        folder = Path(config.run_dir) / "evaluations" / f"step_{num_steps_done:06d}"
-        folder.mkdir(parents=True)
-        results = evaluate_into(
-            folder,
-            config,
-            self._benchmarks,
-            engine=self._engine,
-            judge=self._judge,
-            tokenizer=self._tokenizer,
-        )
-        self._run_log.log_event(
-            "accuracy",
-            value=compute_average(results),
-            standard_error=compute_average_error(results),
-            after_steps=num_steps_done,
-            benchmarks={r.benchmark: r.accuracy for r in results},
-            seconds=time.perf_counter() - start,
-        )
-
-    def close(self) -> None:
-        """End the verifiers."""
-        self._judge.close()
-
-    def log_step(
-        self, step: int, metrics: dict[str, float], updates: list[dict[str, float]], timer: Timer
-    ) -> None:
-        """Write one step's line: loss and gradient norm are means over the step's updates."""
-        means = {
-            name: sum(update[name] for update in updates) / len(updates)
-            for name in ("loss", "grad_norm")
-        }
-        tokens_per_s = metrics["num_response_tokens"] / sum(timer.seconds.values())
-        self._run_log.log_step(
-            step,
-            {
-                **self._rollout_metrics,
-                **metrics,
-                **means,
-                "lr": updates[-1]["lr"],
-                "tokens_per_s": tokens_per_s,
-            },
-            timer.seconds,
-        )
-
-    def _sample_and_judge(
-        self, prompts: Sequence[Prompt], timer: Timer
-    ) -> tuple[list[RolloutGroup], list[Judgement]]:
-        """Sample a group per prompt, and set is_correct and reward of every rollout.
-
-        A group is judged while others are still being sampled.
-        """
-        pending: dict[int, list[Pending]] = {}
-
-        def submit(index: int, group: RolloutGroup) -> None:
-            pending[index] = [
-                self._judge.submit(
-                    group.prompt.problem,
-                    group.prompt.answer,
-                    self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True),
-                    rollout.finish_reason == "length",
-                )
-                for rollout in group.rollouts
-            ]
-
-        with timer("rollout"):
-            groups = self._engine.generate(
-                prompts, self._config.rollout.group_size, self._sampling, submit
-            )
-        with timer("reward"):
-            judgements = self._judge.settle(
-                [p for index in range(len(groups)) for p in pending[index]]
-            )
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            for rollout, judgement in zip(rollouts, judgements, strict=True):
-                rollout.is_correct = judgement.is_correct
-                rollout.reward = 1.0 if judgement.is_correct else self._config.reward.wrong_reward
-        return groups, judgements
-
-    def _assign_advantages(self, groups: Sequence[RolloutGroup]) -> None:
-        """Set every rollout's advantage from its group's rewards, after the length penalty."""
-        algorithm, max_tokens = self._config.algorithm, self._config.rollout.max_response_tokens
-        for group in groups:
-            shaped = [
-                r.reward
-                + compute_overlong_penalty(
-                    len(r.token_ids), max_tokens, algorithm.overlong_buffer_tokens
-                )
-                for r in group.rollouts
-            ]
-            advantages = compute_group_advantages(
-                torch.tensor(shaped), divide_by_std=algorithm.advantage == "group_std"
-            )
-            for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
-                rollout.advantage = advantage
-
-
-def compute_rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Means over the rollouts; zero_advantage_frac is the share of rollouts that cannot train."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-
-    def mean(values: Iterator[float]) -> float:
-        return sum(values) / len(rollouts)
-
-    return {
-        "reward_mean": mean(r.reward for r in rollouts),
-        "accuracy": mean(bool(r.is_correct) for r in rollouts),
-        "response_tokens_mean": mean(len(r.token_ids) for r in rollouts),
-        "truncated_frac": mean(r.finish_reason == "length" for r in rollouts),
-        "zero_advantage_frac": mean(r.advantage == 0 for r in rollouts),
-    }
 
 
 def scatter_minibatches(

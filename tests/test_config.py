@@ -19,7 +19,7 @@ from tests.workers import build_config
 
 
 def test_a_config_survives_json(tmp_path):
-    config = build_config(tmp_path)
+    config = build_config(tmp_path, evaluation__benchmarks=("aime24", "own=PATH"))
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
@@ -29,6 +29,9 @@ def test_a_config_survives_json(tmp_path):
         ("rollout", "group_size", 1, r"rollout.group_size=1: .* at least 2 responses"),
         ("rollout", "engine", "sglang", r"rollout.engine=sglang: must be vllm or transformers"),
         ("model", "dtype", "float16", r"model.dtype=float16"),
+        ("evaluation", "top_p", 0.0, r"evaluation.top_p=0.0: must be in \(0, 1\]"),
+        ("evaluation", "num_samples", 0, r"evaluation.num_samples=0: must be >= 1, or None"),
+        ("evaluation", "interval_steps", 5, r"interval_steps=5: has no effect without eval"),
         ("parallel", "sequence_parallel", True, r"has no effect with tensor_model_parallel_size=1"),
         (
             "algorithm",

@@ -13,7 +13,7 @@ LEVELS = [
     {"algo", "ops", "rewards", "algorithms"},
     {"data", "rollout", "parallel", "observability"},
     {"model", "evaluation"},
-    {"trainer", "reshard"},
+    {"trainer", "reshard", "driver"},
     {"train"},
     {"verify"},
     {"launch", "recipe"},

@@ -38,6 +38,9 @@ def config():
         ("rollout.kv_cache_bytes=none", None),
         ("algorithm.dual_clip=None", None),
         ("algorithm.dual_clip=3", 3.0),
+        ("evaluation.benchmarks=aime24,own=a.jsonl?answer=b", ("aime24", "own=a.jsonl?answer=b")),
+        ("evaluation.benchmarks=", ()),
+        ("reward.verifier_url=http://a:1", "http://a:1"),
     ],
 )
 def test_an_override_has_the_type_of_its_field(config, override, value):

@@ -15,6 +15,7 @@ from megatron_stapo.config import (
     AlgorithmConfig,
     Config,
     DataConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -37,6 +38,7 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         "rollout": {"num_prompts_per_step": 4, "group_size": 4, "max_response_tokens": 40},
         "algorithm": {"num_prompts_per_minibatch": 2, "prob_threshold": 0.02},
         "optimizer": {"lr": 1e-3, "num_warmup_steps": 0, "max_grad_norm": 1e9},
+        "evaluation": {},
     }
     for key, value in changes.items():
         group, field = key.split("__")
@@ -50,6 +52,7 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         rollout=RolloutConfig(**groups["rollout"]),
         algorithm=AlgorithmConfig(**groups["algorithm"]),
         optimizer=OptimizerConfig(**groups["optimizer"]),
+        evaluation=EvaluationConfig(**groups["evaluation"]),
     )
 
 

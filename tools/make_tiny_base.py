@@ -1,4 +1,5 @@
-"""Builds the demo's base model: a small Qwen3 that solves about a third of its word problems.
+"""Builds a base model for the demo: a small Qwen3 that solves about a third of its problems, which
+are word problems or the sums of reasoning-gym.
 
 The folder is in Hugging Face format and complete in itself: weights, a byte-level BPE tokenizer
 with Qwen3's special tokens and chat template, and the problems that RL trains and is judged on,
@@ -14,11 +15,15 @@ import random
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from word_problems import WordProblem, build_problems
+import sum_problems
+import word_problems
+from word_problems import WordProblem
+
+from megatron_stapo.data import sources
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +36,22 @@ CHAT_TEMPLATE = (
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
+GENERATORS = {"word": word_problems, "sums": sum_problems}
+"""Modules with a function `build_problems`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the result depends on."""
 
+    problems: str = "word"
+    """A key of `GENERATORS`."""
     seed: int = 0
     vocab_size: int = 480
     max_steps: int = 800
     """Pre-training steps at most; the learning rate falls to 0 over them."""
+    first_evaluation: int = 400
+    """Step from which on the accuracy is measured, each 50."""
     batch_size: int = 16
     unboxed_prob: float = 0.4
     """Share of the pre-training documents that state their answer without a box. The base then
@@ -52,23 +64,34 @@ class Settings:
 
     def compute_hash(self) -> str:
         """Of the settings and of the code that they steer."""
-        code = [
-            (Path(__file__).parent / name).read_bytes()
-            for name in ("make_tiny_base.py", "word_problems.py")
-        ]
+        files = [__file__, word_problems.__file__]
+        if self.problems == "sums":
+            files += [sum_problems.__file__, sources.__file__]
+        code = [Path(file).read_bytes() for file in files]
         return hashlib.sha256(json.dumps(asdict(self)).encode() + b"".join(code)).hexdigest()
+
+
+SETTINGS = {
+    "word": Settings(),
+    # The sums have fewer words to make tokens of.
+    "sums": Settings(problems="sums", vocab_size=352),
+}
+OUT = {"word": Path("runs/tiny_base"), "sums": Path("runs/sums_base")}
 
 
 def main() -> None:
     """Parse the command line and build, unless the folder is there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny_base"))
+    parser.add_argument("--problems", choices=GENERATORS, default="word")
+    parser.add_argument("--out", type=Path, help=" or ".join(map(str, OUT.values())))
     parser.add_argument("--force", action="store_true", help="build even if the folder is there")
     for name, value in asdict(Settings()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    arguments = vars(parser.parse_args())
-    out, force = arguments.pop("out"), arguments.pop("force")
-    settings = Settings(**arguments)
+        if name != "problems":
+            parser.add_argument(f"--{name.replace('_', '-')}", type=type(value))
+    arguments = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+    problems, force = arguments.pop("problems"), arguments.pop("force")
+    out = arguments.pop("out", OUT[problems])
+    settings = replace(SETTINGS[problems], **arguments)
     record = out / "base.json"
     if not force and record.is_file():
         if json.loads(record.read_text())["hash"] == settings.compute_hash():
@@ -96,6 +119,7 @@ def build(settings: Settings, out: Path) -> None:
     part.mkdir(parents=True)
 
     num_documents = settings.max_steps * settings.batch_size
+    build_problems = GENERATORS[settings.problems].build_problems
     documents = build_problems("pretrain", num_documents, settings.seed, settings.unboxed_prob)
     tokenizer = build_tokenizer(documents, settings.vocab_size)
     model = build_model(tokenizer)
@@ -230,7 +254,7 @@ def pretrain(model: Any, tokenizer: Any, documents: list[WordProblem], settings:
         )
         for optimizer in optimizers
     ]
-    validation = build_problems("heldout", 256, settings.seed + 1)
+    validation = GENERATORS[settings.problems].build_problems("heldout", 256, settings.seed + 1)
     start_s = time.monotonic()
     accuracy = 0.0
     for step, batch in enumerate(batches, start=1):
@@ -244,7 +268,7 @@ def pretrain(model: Any, tokenizer: Any, documents: list[WordProblem], settings:
         if step % 50 and step < len(batches):
             continue
         line = f"step {step:4d}  loss {loss.item():.3f}  {time.monotonic() - start_s:5.1f} s"
-        if step >= 400 or step == len(batches):
+        if step >= settings.first_evaluation or step == len(batches):
             accuracy = evaluate(model, tokenizer, validation)
             line += f"  accuracy {accuracy:.3f}"
         print(line, flush=True)

@@ -20,8 +20,9 @@ and takes options as PATH?key=value&key=value (percent-encoded where a value hol
     NAME=               gym: any parameter of the task
 
 A problem comes out without the instruction that DAPO's sets put around it, an answer without the
-box or the dollars that some sets put around theirs. Nothing is left out without a count in the `LoadReport`, and
-nothing is written outside a temporary folder, but for what the hub's own cache keeps of a download.
+box or the dollars that some sets put around theirs. Nothing is left out without a count in the
+`LoadReport`, and nothing is written outside a temporary folder, but for what the hub's own cache
+keeps of a download.
 """
 
 import contextlib

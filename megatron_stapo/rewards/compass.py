@@ -91,6 +91,7 @@ _FINAL = re.compile(
     rf"({'|'.join(_WORDS)})?[\s*\"'$.]*"
 )
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _FINAL_MARK = "Final Judgment:"
 _THOUGHT_END = "</think>"
 
@@ -271,9 +272,9 @@ def read_verdict(reply: str) -> ModelVerdict:
         if match.group(3):
             letters.add(_WORDS[match.group(3)])
         return _VERDICTS[letters.pop()] if len(letters) == 1 else "unparsable"
-    boxed = set(re.findall(r"\\boxed\{\s*(.*?)\s*\}", final))
-    if len(boxed) == 1 and (letter := boxed.pop()) in _VERDICTS:
-        return _VERDICTS[letter]
+    boxed = [content.strip() for content in _BOXED.findall(final)]
+    if len(set(boxed)) == 1 and boxed[0] in _VERDICTS and len(boxed) == final.count(r"\boxed{"):
+        return _VERDICTS[boxed[0]]
     return "unparsable"
 
 

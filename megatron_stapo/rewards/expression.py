@@ -636,8 +636,8 @@ def are_equal(first: Expression, second: Expression) -> bool:
 
     Returns:
         True where both are rational and the same, or agree at every point tried and exist at one.
-        A decimal is exact: 0.33 is not 1/3. They agree where the values do to 40 digits more than
-        three times what the expressions spell out, so that no decimal is taken for the number that it rounds.
+        A decimal is exact: 0.33 is not 1/3. Values agree to 40 digits and three times those that
+        the expressions spell out, so that no decimal is taken for the number that it rounds.
     """
     exact = (_evaluate_exactly(first), _evaluate_exactly(second))
     if exact[0] is not None and exact[1] is not None:

@@ -134,7 +134,7 @@ def _are_equivalent(truth: str, given: str) -> bool:
         return False
     if compact(truth) == compact(given):
         return True
-    if _find_unbalanced(given):
+    if _find_unbalanced(given) or _find_unbalanced(truth):
         return False
     words = (_read_words(truth), _read_words(given))
     if words[0] is not None or words[1] is not None:
@@ -453,7 +453,9 @@ def _read_relation(text: str, parts: list[str], found: list[str]) -> Answer:
 def _read_equation(whole: str, parts: list[str]) -> Answer:
     if not parts[0]:
         # "= 5"
-        return _read_equation(whole, parts[1:])
+        parts = parts[1:]
+    if not all(parts):
+        return Answer("scalar", whole)
     if len(parts) == 1:
         value, unit = _split_unit(parts[0])
         return _read_value(value, "", unit)
@@ -783,4 +785,6 @@ def warm_up() -> None:
     _silence_math_verify()
     for text in (r"\gcd(4, 6)", r"\max(x, 1)", r"\frac{1}{2} \bmod 3"):
         parse(f"${text}$", parsing_timeout=None)
-    judge(r"\boxed{\frac{\sqrt{2}}{2}}", r"\sin(\pi/4)")
+    # The last has mpmath compute what its gamma function keeps.
+    for left, right in ((r"\frac{\sqrt{2}}{2}", r"\sin(\pi/4)"), ("(n+1)!", "n!(n+1)")):
+        judge(rf"\boxed{{{left}}}", right)

@@ -46,7 +46,7 @@ class Server:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        self.url = "http://127.0.0.1:%d" % runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready.set()
         await self._stop.wait()
         await runner.cleanup()
@@ -238,6 +238,7 @@ def test_the_end_of_a_long_response_is_sent():
         (r"\boxed{A} or \boxed{B}", "unparsable"),
         (r"The candidate's \boxed{5} is wrong, \boxed{A}", "unparsable"),
         (r"\boxed{A/B/C}", "unparsable"),
+        (r"It says \boxed{\frac{1}{2}}, \boxed{A}", "unparsable"),
         ("Final Judgment: ", "unparsable"),
         ("Final Judgment: \\boxed{A} - INCORRECT", "unparsable"),
         ("A" * 100_000, "unparsable"),
@@ -282,8 +283,6 @@ def build_verifier_model(folder):
         for last, letter in ((1, "A"), (2, "B"))
     ]
     token_ids = torch.tensor(chats)
-    reply = len(tokenizer.apply_chat_template([{"role": "user", "content": ""}], return_dict=False))
-    assert reply
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(300):
         # The reply's letter and its end; the prompt is not to be learnt.

@@ -1,0 +1,131 @@
+"""What rank 0 does before the trainer: drawing, judging, filtering, with known responses."""
+
+import dataclasses
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_stapo.config import RewardConfig
+from megatron_stapo.driver import Driver, Timer
+from megatron_stapo.observability import RunLog
+from megatron_stapo.types import Rollout, RolloutGroup
+from tests.workers import build_config
+
+MAX_TOKENS = 30
+
+
+class ScriptedEngine:
+    """Odd problems: every response is right, of unlike lengths. Even ones: one of four is right."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.drawn = []
+
+    def generate(self, prompts, num_samples, sampling, on_group=None):
+        assert sampling.max_response_tokens == MAX_TOKENS and sampling.top_p == 1.0
+        groups = []
+        for prompt in prompts:
+            self.drawn.append(prompt.prompt_id)
+            rollouts = []
+            for number in range(num_samples):
+                is_right = prompt.prompt_id % 2 == 1 or number == 0
+                answer = prompt.answer if is_right else "0"
+                text = "." * (4 * number) + rf"\boxed{{{answer}}}"
+                token_ids = [*self._tokenizer.encode(text), 2]
+                rollouts.append(
+                    Rollout(
+                        token_ids=token_ids,
+                        rollout_logprobs=[-0.5] * len(token_ids),
+                        finish_reason="stop",
+                        policy_version=0,
+                    )
+                )
+            groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
+        # In another order than asked, as an engine that batches does.
+        for index in reversed(range(len(groups))):
+            on_group(index, groups[index])
+        return groups
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def build_driver(tmp_path, tokenizer_folder):
+    source = tmp_path / "train.jsonl"
+    rows = [{"problem": f"P{i}", "answer": str(i + 1)} for i in range(8)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    open_things = []
+
+    def build(num_prompts, **changes):
+        config = build_config(
+            tokenizer_folder,
+            data__source=str(source),
+            data__prompt_suffix="",
+            data__max_prompt_tokens=60,
+            rollout__num_prompts_per_step=num_prompts,
+            algorithm__num_prompts_per_minibatch=num_prompts,
+            rollout__max_response_tokens=MAX_TOKENS,
+            **changes,
+        )
+        config = dataclasses.replace(
+            config, run_dir=str(tmp_path), reward=RewardConfig(num_workers=1, wrong_reward=0.0)
+        )
+        run_log = RunLog(tmp_path)
+        engine = ScriptedEngine(AutoTokenizer.from_pretrained(tokenizer_folder))
+        driver = Driver(config, engine, run_log)
+        open_things.extend([driver, run_log])
+        return driver, engine
+
+    yield build
+    for thing in open_things:
+        thing.close()
+
+
+def list_advantages(minibatches):
+    """Of every sequence of a step, in the order of prompt and sample."""
+    by_sequence = {}
+    for [minibatch] in minibatches:
+        for m in minibatch.microbatches:
+            for number in set(m.sequence_ids_T.tolist()) - {-1}:
+                mask = (m.sequence_ids_T == number) & m.response_mask_T
+                (by_sequence[number],) = set(m.advantages_T[mask].tolist())
+    return [by_sequence[number] for number in sorted(by_sequence)]
+
+
+def test_a_length_penalty_changes_advantages_and_no_filter(build_driver):
+    driver, engine = build_driver(
+        4,
+        algorithm__dynamic_sampling=True,
+        algorithm__overlong_buffer_tokens=20,
+        algorithm__max_sampling_rounds=4,
+    )
+    advantages = list_advantages(driver.collect(Timer()))
+    # Only even problems inform, whatever the penalty makes of the odd ones' rewards.
+    # All four are needed, and no problem is drawn twice.
+    assert sorted(engine.drawn) == list(range(8))
+    metrics = driver._rollout_metrics
+    assert metrics["accuracy"] == 0.25
+    assert metrics["reward_mean"] == 0.25  # 0 or 1, before the penalty
+    assert len(advantages) == 16
+    # The right one leads; of the wrong ones the longer loses more.
+    for group in (advantages[i : i + 4] for i in range(0, 16, 4)):
+        assert group[0] > 0 > group[3] and group[1] >= group[2] > group[3]
+
+
+def test_every_response_gets_its_own_verdict_and_the_odd_ones_are_counted(build_driver):
+    driver, engine = build_driver(2)
+    seen = []
+    for _ in range(4):
+        advantages = list_advantages(driver.collect(Timer()))
+        for place, problem in enumerate(engine.drawn[-2:]):
+            group = advantages[4 * place : 4 * place + 4]
+            if problem % 2:
+                assert group == [0.0] * 4
+            else:
+                # One of four is right: (1 - 1/4) / std with n - 1 = 3.
+                assert group == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+            seen.append(problem)
+        assert driver._rollout_metrics["num_verifier_timeouts"] == 0
+    assert sorted(seen) == list(range(8))
