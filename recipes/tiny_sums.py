@@ -15,7 +15,7 @@ from megatron_stapo.config import (
 )
 
 BASE = "runs/sums_base"
-SUMS = "gym:chain_sum?max_terms=4&max_digits=2"
+SUMS = "gym:chain_sum?max_terms=4&max_digits=1"
 
 
 def tiny_sums() -> Config:

@@ -20,7 +20,8 @@ from word_problems import (
 from megatron_stapo.data.sources import load_problems
 
 SOURCE = "gym:chain_sum?max_terms=4&max_digits=1"
-"""Two to four terms of one or two digits; a recipe adds size= and part=."""
+"""Two to four terms of one digit; a recipe adds size= and part=. At two digits the base model gets
+8 % right after all its 800 steps, at one 36 % after half of them."""
 
 
 def build_problems(

@@ -4,7 +4,7 @@ import re
 
 _BOX = r"\boxed{"
 # An escaped character is skipped as a whole: the brace of \{ opens no group.
-_BOX_PIECE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+_BOX_PIECE = re.compile(r"[{}]|\\(?:boxed\{|.)", re.DOTALL)
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
@@ -19,26 +19,33 @@ def find_last_box(text: str) -> str | None:
         one counts, and a box that holds nothing but a box is the inner one. None where there is no
         box or the last one is not closed: a response cut off inside its answer has none.
     """
-    if _BOX not in text:
-        return None
-    open_groups: list[int | None] = []  # where a box's content starts; None for another group
-    num_open_boxes = 0
+    open_groups: list[int] = []  # where a box's content starts; -1 for another group
     last_content: tuple[int, int] | None = None
-    for piece in _BOX_PIECE.finditer(text):
-        token = piece.group()
-        if token == _BOX:
-            open_groups.append(piece.end())
-            num_open_boxes += 1
-            last_content = None
-        elif token == "{":
-            # Outside of boxes prose may hold any number of stray braces.
-            if num_open_boxes:
-                open_groups.append(None)
-        elif token == "}" and open_groups:
-            start = open_groups.pop()
-            if start is not None:
-                num_open_boxes -= 1
-                last_content = (start, piece.start())
+    at = text.find(_BOX)
+    while at >= 0:
+        num_backslashes = 1
+        while at >= num_backslashes and text[at - num_backslashes] == "\\":
+            num_backslashes += 1
+        if num_backslashes % 2 == 0:
+            at = text.find(_BOX, at + 1)  # a line break and a word
+            continue
+        for piece in _BOX_PIECE.finditer(text, at):
+            token = piece.group()
+            if token == "{":
+                open_groups.append(-1)
+            elif token == "}":
+                start = open_groups.pop()
+                if start >= 0:
+                    last_content = (start, piece.start())
+                if not open_groups:
+                    # Outside of boxes prose may hold stray braces, and is most of the text.
+                    at = text.find(_BOX, piece.end())
+                    break
+            elif token == _BOX:
+                open_groups.append(piece.end())
+                last_content = None
+        else:
+            break
     if last_content is None:
         return None
     return _unwrap_boxes(text[slice(*last_content)].strip())
@@ -79,9 +86,10 @@ def _unwrap_boxes(text: str) -> str:
     closed_at: dict[int, int] = {}
     open_groups: list[int] = []
     for piece in _BOX_PIECE.finditer(text):
-        if piece.group() in ("{", _BOX):
+        token = piece.group()
+        if token in ("{", _BOX):
             open_groups.append(piece.start())
-        elif piece.group() == "}":
+        elif token == "}":
             if not open_groups:
                 return text
             closed_at[open_groups.pop()] = piece.start()

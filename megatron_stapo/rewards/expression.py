@@ -24,6 +24,8 @@ MAX_LITERAL_DIGITS = 4_000
 """Of a number as written; Python converts at most 4,300 by default."""
 MAX_COMPARED_DIGITS = 3_000
 """Of expressions that are compared by their decimals, not exactly."""
+MAX_COMPARISON_COST = 100_000
+"""Of steps times digits, a step being a root, a power or a function, at one point."""
 _GUARD_DIGITS = 60
 """Working precision beyond the digits that must agree by `_compute_digits`."""
 _AGREEING_DIGITS = 40
@@ -91,6 +93,7 @@ _GREEK = frozenset(
         *("Lambda", "Xi", "Sigma", "Phi", "Psi", "Omega", "ell", "hbar"),
     )
 )
+_ACCENTS = frozenset([r"\dot", r"\ddot", r"\dddot", r"\hat", r"\bar", r"\vec", r"\tilde"])
 _TIMES = frozenset([r"\cdot", r"\times", "*"])
 _DIVIDE = frozenset(["/", r"\div"])
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -354,8 +357,11 @@ class _Parser:
             return Expression("constant", name="pi")
         if token in _GREEK:
             return self._parse_symbol()
+        if token in _ACCENTS:
+            return self._parse_accented()
         if token == r"\frac":
             self._next()
+            self._refuse_derivative()
             numerator = self._parse_frac_argument()
             denominator = self._parse_frac_argument()
             return Expression("mul", (numerator, Expression("inv", (denominator,))))
@@ -372,6 +378,28 @@ class _Parser:
         if token in _FUNCTIONS:
             return self._parse_function()
         raise UnreadableError(f"unknown command {token}")
+
+    def _parse_accented(self) -> Expression:
+        """Parse \\dot{x}, a variable of its own."""
+        accent = self._next()
+        braced = self._peek() == "{"
+        if braced:
+            self._next()
+        letter = self._parse_base()
+        if braced:
+            self._expect("}")
+        if letter.op != "symbol":
+            raise UnreadableError(f"{accent} of more than a letter")
+        name = accent + letter.name
+        if self._peek() == "_":
+            self._next()
+            name += "_" + self._take_subscript()
+        return Expression("symbol", name=name)
+
+    def _refuse_derivative(self) -> None:
+        # As a quotient of products dy/dx would be y/x.
+        if self._peek() == "{" and self._peek(1) == "d":
+            raise UnreadableError("a quotient of differentials")
 
     def _parse_frac_argument(self) -> Expression:
         # TeX takes one digit: \frac12 is a half.
@@ -661,8 +689,18 @@ def _compute_digits(first: Expression, second: Expression) -> int:
     digits = max(measure_digits(first), measure_digits(second))
     if digits > MAX_COMPARED_DIGITS:
         raise TooLargeError(f"{digits} digits to compare, limit {MAX_COMPARED_DIGITS}")
+    cost = (_GUARD_DIGITS + 3 * digits) * (_count_steps(first) + _count_steps(second))
+    if cost > MAX_COMPARISON_COST:
+        raise TooLargeError(f"{cost} steps times digits to compare, limit {MAX_COMPARISON_COST}")
     # cos(10^-30) differs from 1 by 60 digits: a function can double what the text spells out.
     return 3 * digits
+
+
+_STEP_WEIGHTS = {"pow": 1, "root": 1, "function": 1, "factorial": 40, "binom": 120}
+
+
+def _count_steps(node: Expression) -> int:
+    return _STEP_WEIGHTS.get(node.op, 0) + sum(_count_steps(arg) for arg in node.args)
 
 
 def are_proportional(first: Expression, second: Expression, positive: bool = False) -> bool:

@@ -122,9 +122,11 @@ _DEGREE = re.compile(
     r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|\\circ(?=\s*$)|\\text\s*\{\s*\\degree\s*\}"
 )
 _BRACED_COMMA = re.compile(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d)")
+_TIGHT_COMMA = re.compile(r"(?<=\d),\\!\s*(?=\d)")
 _REPEATING = re.compile(
     r"(?<![\d.])(\d{0,40})\.(\d{0,40})\\(?:overline|bar)\s*\{\s*(\d{1,40})\s*\}"
 )
+_CHOOSE = re.compile(r"\{([^{}\\]{1,100})\\choose([^{}\\]{1,100})\}")
 _BARE_OR = re.compile(r"(?<![A-Za-z\\])(or|and)(?![A-Za-z])")
 _BLANKS = re.compile(r"\s+")
 _TRAILING = re.compile(r"\s*[.,;:]?\s*$")
@@ -143,7 +145,8 @@ def normalise(text: str) -> str:
         dollars, `\frac`, `\text{...}` for every upright word, `\or` and `\and` between
         alternatives, `\degree`, products for e-notation, fractions for repeating decimals.
     """
-    text = text.replace("\u2026", "...")
+    # First, so that no pattern below meets a long run.
+    text = _BLANKS.sub(" ", text).replace("\u2026", "...")
     text = _ELLIPSIS.sub(r"\\ldots ", text)
     text = _SUPERSCRIPT_RUN.sub(
         lambda run: "^{" + "".join(_SUPERSCRIPTS[c] for c in run.group()) + "}", text
@@ -152,7 +155,8 @@ def normalise(text: str) -> str:
     text = _FOLDED.sub(lambda match: unicodedata.normalize("NFKC", match.group()), text)
     text = text.replace(r"\$", r"\text{USD}").replace("$", " ")
     # Before spaces go: 1{,}000 and 1,\!000 are numbers, 1, 000 is not.
-    text = _BRACED_COMMA.sub(",", text).replace(r",\!", ",")
+    text = _BRACED_COMMA.sub(",", text)
+    text = _TIGHT_COMMA.sub(",", text)
     text = _COMMAND.sub(_rename, text)
     text = text.replace("~", " ")
     text = _TEXT.sub(_lift_text, text)
@@ -163,6 +167,7 @@ def normalise(text: str) -> str:
     text = _BARE_PI.sub(r"\\pi ", text)
     text = _BARE_SQRT.sub(r"\\sqrt", text)
     text = _brace_roots(text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _BARE_OR.sub(r"\\\1 ", text)
     text = _DEGREE.sub(r"\\degree ", text)
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)

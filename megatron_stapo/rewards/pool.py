@@ -26,6 +26,8 @@ from megatron_stapo.rewards import Verdict
 
 MEMORY_BYTES = 2 << 30
 """Address space of the process that judges, of which Python and sympy take about 0.2 GiB."""
+MAX_TEXT_CHARS = 1_000_000
+"""Of response and ground truth together; 32,000 tokens of text have a fifth of it."""
 _MAX_FRUITLESS_STARTS = 3
 """Starts in a row of a worker that dies before it has answered anything."""
 _NUM_STDERR_LINES = 15
@@ -80,7 +82,7 @@ class VerifierPool:
         """Hand in one response.
 
         Args:
-            response: decoded text, of any length and content.
+            response: decoded text of any content; more than MAX_TEXT_CHARS are refused.
             answer: the ground truth.
 
         Returns:
@@ -91,6 +93,10 @@ class VerifierPool:
             RuntimeError: the pool is closed.
         """
         future: Future[Verdict] = Future()
+        if len(response) + len(answer) > MAX_TEXT_CHARS:
+            # Not handed over: copying it would cost more than judging a hundred others.
+            future.set_result(Verdict(correct=False, outcome="refused", extracted=None))
+            return future
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("The verifier pool is closed; submit before close.")

@@ -61,7 +61,7 @@ class Server:
         prompt = body["messages"][0]["content"]
         reply = next(reply for text, reply in self.replies.items() if f"\n{text}\n<Cand" in prompt)
         if reply == "hang":
-            await asyncio.sleep(60)
+            await self._stop.wait()
         if isinstance(reply, web.Response):
             # A response object serves once.
             return web.Response(status=reply.status, text=reply.text)
@@ -250,7 +250,7 @@ def test_only_an_unambiguous_reply_is_a_verdict(reply, verdict):
 
 
 def build_verifier_model(folder):
-    """Train a model that replies A where the response ends in 1 and B where it ends in 2."""
+    """Train a model that replies A to a response of ones and B to one of twos."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -275,12 +275,12 @@ def build_verifier_model(folder):
     chats = [
         tokenizer.apply_chat_template(
             [
-                {"role": "user", "content": build_prompt(build_request(str(last)))},
+                {"role": "user", "content": build_prompt(build_request(last * 400))},
                 {"role": "assistant", "content": letter},
             ],
             return_dict=False,
         )
-        for last, letter in ((1, "A"), (2, "B"))
+        for last, letter in (("1", "A"), ("2", "B"))
     ]
     token_ids = torch.tensor(chats)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -332,7 +332,7 @@ def test_a_vllm_server_judges_through_its_chat_endpoint(tmp_path):
         try:
             wait_for_server(url, process, tmp_path / "server.log")
             verifier = CompassVerifier(url, "tiny/verifier", tmp_path / "cache.jsonl")
-            requests = [build_request(str(last)) for last in (1, 2, 1, 2)]
+            requests = [build_request(last * 400) for last in "1212"]
             expected = ["correct", "incorrect", "correct", "incorrect"]
             assert verifier.judge(requests) == expected
             # More than the server's context: refused, not an error of the batch.

@@ -215,6 +215,7 @@ def test_order_counts_in_a_tuple_and_not_in_a_set(items, random):
         (r"\quad", "layout"),
         (r"\frac{1}{2", "opens { that nothing closes"),
         ("5}", "closes } that nothing opens"),
+        ("1,2)", "closes ) that nothing opens"),
         ("(1,2", "opens ( that nothing closes"),
         (r"\left(1,2", "nothing closes"),
         ("9^{9^{9}}" + "+1" * 1500, "is refused: 3"),
@@ -231,7 +232,13 @@ def test_a_truth_that_no_response_can_match_is_explained(answer, reason):
     "answer",
     [
         *("5", r"\boxed{204}", "$[0,1)$", "4.5e33", "np.arcsin(10/13)", r"\text{Evelyn}"),
-        *("$(1,8,19), (2,7,13)$", "1011_2", "y''+y=0", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        *(
+            "$(1,8,19), (2,7,13)$",
+            "1011_2",
+            "y''+y=0",
+            "]0,1[",
+            r"\begin{pmatrix}1\\2\end{pmatrix}",
+        ),
         *(r"\left(-\infty,0\right]", "100!", r"\frac{M g}{2 \ddot{x}}", "7" * 2000),
     ],
 )

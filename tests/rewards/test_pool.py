@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_stapo.rewards import RULES
-from megatron_stapo.rewards.pool import VerifierPool
+from megatron_stapo.rewards.pool import MAX_TEXT_CHARS, VerifierPool
 from megatron_stapo.rewards.worker import RULE_PATHS
 
 MISBEHAVING = "tests.rewards.misbehaving:judge"
@@ -71,13 +71,18 @@ def test_results_belong_to_their_requests(pool):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "\x00", "\ud800 \udfff", '"}\n{"id": 1}\n', "\U0001f600" * 300, "x" * 3_000_000],
-    ids=["empty", "nul", "surrogates", "frames", "astral", "megabytes"],
+    ["", "\x00", "\ud800 \udfff", '"}\n{"id": 1}\n', "\U0001f600" * 300, "x" * 400_000],
+    ids=["empty", "nul", "surrogates", "frames", "astral", "long"],
 )
 def test_any_text_arrives_whole(pool, text):
     verdict = pool.submit(text, text).result()
     assert (verdict.correct, verdict.extracted) == (True, text[:200])
     assert not pool.submit(text, text + " ").result().correct
+
+
+def test_more_text_than_any_response_has_is_refused(pool):
+    verdict = pool.submit("x" * MAX_TEXT_CHARS, "x").result(timeout=0)
+    assert (verdict.correct, verdict.outcome, verdict.extracted) == (False, "refused", None)
 
 
 def test_a_worker_is_warm_and_has_no_torch(pool):
