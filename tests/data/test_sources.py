@@ -5,7 +5,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_stapo.data.sources import FORMS, GYM_PARTS, compute_part, load_problems
+from megatron_stapo.data.gym import GYM_PARTS, compute_part
+from megatron_stapo.data.sources import FORMS, load_problems
 from tests.data import published
 from tests.data.published import write_jsonl, write_parquet
 
