@@ -29,10 +29,10 @@ def main() -> None:
     folder = arguments.run_dir.parent
     run_log = RunLog(arguments.run_dir)
     benchmarks = load_benchmarks(config)
+    judge = Judge(config.reward, folder)
     run_log.log_event("waiting_for_engine")
     engine = build_engine(config, arguments.engine_url, load_stop_token_ids(config.model.path))
     run_log.log_event("engine_ready")
-    judge = Judge(config.reward, folder)
     last_s = 0.0
 
     def show(num_done: int, num_all: int) -> None:

@@ -134,12 +134,29 @@ class CompassVerifier:
             raise ValueError(f"max_concurrency={max_concurrency} must be >= 1.")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s} must be > 0 seconds.")
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._url = f"{base}/chat/completions"
+        self._models_url = f"{base}/models"
         self._model = model
         self._cache_path = cache_path
         self._max_concurrency = max_concurrency
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0))
         self._cache = _load_cache(cache_path) if cache_path else {}
+
+    def check(self) -> None:
+        """Ask the server for its models, so that a mistake shows before anything is sampled.
+
+        Must not be called from a running event loop.
+
+        Raises:
+            RuntimeError: nobody answers at the address, or it serves other models.
+        """
+        names = asyncio.run(self._list_models())
+        if self._model not in names:
+            raise RuntimeError(
+                f"reward.verifier_model={self._model}: {self._models_url} serves "
+                f"{', '.join(names) or 'no model'}; name one of them."
+            )
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[ModelVerdict]:
         """Compare each response with its ground truth.
@@ -199,11 +216,24 @@ class CompassVerifier:
             except* _UNREACHABLE as errors:
                 unreachable = errors.exceptions[0]
         if unreachable is not None:
-            raise RuntimeError(
-                f"No verifier can be reached at {self._url}: {unreachable}. Start one with "
-                f"`vllm serve {self._model}`, or correct reward.verifier_url."
-            ) from unreachable
+            raise self._build_unreachable(self._url, unreachable) from unreachable
         return verdicts
+
+    async def _list_models(self) -> list[str]:
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=self._timeout) as session,
+                session.get(self._models_url, raise_for_status=True) as reply,
+            ):
+                return [str(model["id"]) for model in (await reply.json())["data"]]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise self._build_unreachable(self._models_url, error) from error
+
+    def _build_unreachable(self, url: str, error: BaseException) -> RuntimeError:
+        return RuntimeError(
+            f"No verifier can be reached at {url}: {error!r}. Start one with "
+            f"`vllm serve {self._model}`, or correct reward.verifier_url."
+        )
 
     async def _ask(self, session: aiohttp.ClientSession, request: JudgeRequest) -> ModelVerdict:
         body = {

@@ -61,15 +61,19 @@ class Judge:
         Args:
             config: rule, limits and the verifier's address.
             folder: where the verifier's replies are cached and its disagreements are logged.
+
+        Raises:
+            RuntimeError: the model verifier's server does not answer, or has another model.
         """
         self._config = config
         self._folder = folder
+        self._model = None
+        if config.verifier_url:
+            self._model = CompassVerifier(
+                config.verifier_url, config.verifier_model, folder / CACHE_FILE
+            )
+            self._model.check()
         self._pool = VerifierPool(config.rule, config.num_workers, config.timeout_s)
-        self._model = (
-            CompassVerifier(config.verifier_url, config.verifier_model, folder / CACHE_FILE)
-            if config.verifier_url
-            else None
-        )
 
     def submit(self, problem: str, answer: str, response: str, is_truncated: bool) -> Pending:
         """Hand a response to the rule.

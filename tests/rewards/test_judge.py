@@ -23,12 +23,18 @@ def verifier():
     prompts = []
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer({"data": [{"id": RewardConfig().verifier_model}]})
+
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             prompt = body["messages"][0]["content"]
             prompts.append(prompt)
             reply = "A" if "seven" in prompt else "B"
-            answer = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+            self.answer({"choices": [{"message": {"content": reply}}]})
+
+        def answer(self, content):
+            answer = json.dumps(content).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
             self.send_header("Content-Type", "application/json")
@@ -106,13 +112,12 @@ def test_the_rules_word_is_never_taken_away(tmp_path, verifier):
     judge.close()
 
 
-def test_a_verifier_that_is_not_there_is_named(tmp_path):
-    config = RewardConfig(verifier_url="http://127.0.0.1:9", verify_training=True)
-    judge = Judge(config, tmp_path)
-    pending = [judge.submit("p", "7", "8", False)]
-    with pytest.raises(RuntimeError, match=r"http://127.0.0.1:9/v1/chat/completions.*verifier_url"):
-        judge.settle(pending)
-    judge.close()
+def test_a_verifier_that_is_not_there_is_named_before_anything_is_judged(tmp_path, verifier):
+    with pytest.raises(RuntimeError, match=r"http://127.0.0.1:9/v1/models.*reward.verifier_url"):
+        Judge(RewardConfig(verifier_url="http://127.0.0.1:9"), tmp_path)
+    config = RewardConfig(verifier_url=verifier[0], verifier_model="other")
+    with pytest.raises(RuntimeError, match=r"verifier_model=other: .* serves opencompass/Compass"):
+        Judge(config, tmp_path)
 
 
 def test_the_metrics_count_what_went_another_way():
