@@ -205,6 +205,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
         self._unread = b""
+        self._announced_pid = 0
         self._child_pid = 0
         self._child_pidfd = -1
         self._num_requests = 0
@@ -221,12 +222,13 @@ class _Worker:
             self._start()
         while self._child_pidfd < 0 or self._is_child_dead():
             self._forget_child()
-            message = self._receive(deadline=None)
-            if message is not None and "pid" in message:
-                with self._lock, contextlib.suppress(ProcessLookupError):
-                    self._child_pid = message["pid"]
-                    self._child_pidfd = os.pidfd_open(self._child_pid)
-                self.has_started = True
+            if not self._announced_pid:
+                self._receive(deadline=None)
+                continue
+            with self._lock, contextlib.suppress(ProcessLookupError):
+                self._child_pid, self._announced_pid = self._announced_pid, 0
+                self._child_pidfd = os.pidfd_open(self._child_pid)
+            self.has_started = True
 
     def judge(self, response: str, answer: str) -> Verdict:
         """Have the waiting child judge one response.
@@ -259,7 +261,8 @@ class _Worker:
                 return self._kill_child()
             if message.pop("id", None) == self._num_requests:
                 return Verdict(**message)
-            if message.get("died") == self._child_pid:
+            if "died" in message or "pid" in message:
+                # Its successor may be announced before its end is seen here.
                 return Verdict(correct=False, outcome="crash", extracted=None)
 
     def stop(self) -> None:
@@ -282,7 +285,7 @@ class _Worker:
         with self._lock:
             if self._is_stopped:
                 raise _WorkerDiedError
-            self._unread = b""
+            self._unread, self._announced_pid = b"", 0
             # A file cannot fill up and block the worker as a pipe would.
             self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
             self._process = subprocess.Popen(
@@ -352,6 +355,7 @@ class _Worker:
                 return {"died": self._child_pid}
         line, _, self._unread = self._unread.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
+        self._announced_pid = message.get("pid", self._announced_pid)
         return message
 
     def _kill_child(self) -> Verdict:

@@ -127,6 +127,13 @@ def test_every_outcome_is_counted_once(pool):
     assert outcomes == {"judged": 4, "timeout": 4, "crash": 16}
 
 
+def test_a_death_is_never_lost_however_many_follow_each_other(pool):
+    # A successor may be announced before its predecessor's end is seen.
+    futures = [pool.submit(word, "fine") for word in ["exit", "segfault", "fine"] * 100]
+    outcomes = Counter(future.result(timeout=60).outcome for future in futures)
+    assert outcomes == {"judged": 100, "crash": 200}
+
+
 def test_the_limit_counts_neither_queueing_nor_start_up():
     with VerifierPool(MISBEHAVING, 1, TIMEOUT_S) as pool:
         # Together they wait three times the limit, and for the start of the worker.
