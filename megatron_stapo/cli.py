@@ -131,6 +131,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _eval(arguments: argparse.Namespace) -> int:
     config = build_eval_config(arguments)
     check_engine_layout(config)
+    _check_verifier_prompt(config)
     _silence_datasets()
     from megatron_stapo.evaluation.evaluate import load_benchmarks
     from megatron_stapo.launch.evaluation import launch_evaluation
@@ -193,6 +194,7 @@ def check_inputs(config: Config) -> list[str]:
         ValueError: names the field, its value and the rule.
     """
     check_model_layout(config)
+    _check_verifier_prompt(config)
     _silence_datasets()
     from megatron_stapo.data.prompts import load_training_prompts
     from megatron_stapo.evaluation.evaluate import load_benchmarks
@@ -209,6 +211,12 @@ def check_inputs(config: Config) -> list[str]:
     for benchmark in load_benchmarks(config):
         notes += [f"{benchmark.name}: {note}" for note in benchmark.notes]
     return notes
+
+
+def _check_verifier_prompt(config: Config) -> None:
+    from megatron_stapo.rewards.compass import load_template
+
+    load_template(config.reward.verifier_prompt)
 
 
 def _silence_datasets() -> None:

@@ -434,6 +434,9 @@ class RewardConfig:
     calls wrong; None asks nobody."""
     verifier_model: str = "opencompass/CompassVerifier-3B"
     """The name under which the server knows the model."""
+    verifier_prompt: str | None = None
+    """File with another prompt for it, such as the published one, with {question}, {gold_answer}
+    and {llm_response}; None takes that of `rewards/compass.py`."""
     verify_training: bool = False
     """Ask the model verifier about training responses, too, and not in evaluations alone."""
 

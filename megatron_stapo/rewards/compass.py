@@ -1,15 +1,16 @@
 r"""Asks CompassVerifier, a model that compares answers, over an OpenAI-compatible server.
 
 It repairs what a rule misses: words, units, other notations. `opencompass/CompassVerifier-3B`
-(arXiv:2508.03686) runs as `vllm serve opencompass/CompassVerifier-3B`. Every request holds the
-question, the ground truth and the response; a reply counts as correct only where it says so in a
-form that the model is trained to give.
+(arXiv:2508.03686) runs behind vLLM. Every request holds the question, the ground truth and the
+response; a reply counts as correct only where it says so in a form that the model is trained to
+give.
 """
 
 import asyncio
 import hashlib
 import json
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,55 +27,35 @@ MAX_RESPONSE_CHARS = 24_000
 one token of an ASCII character, and template, reply and question need the rest of 32,768."""
 MAX_REPLY_TOKENS = 2048
 
-TEMPLATE_VERSION = "CV_PROMPT 2025-07"
-"""Part of the cache's key: change it with the template, the budget or the reading of replies."""
-
-# CV_PROMPT of github.com/open-compass/CompassVerifier c5d6700, src/prompts.py, as published: the
-# model is trained on it, double braces, double blanks and missing line breaks included.
-_TEMPLATE = """
-Please as a grading expert, judge whether the final answers given by the candidates below are \
-consistent with the standard answers, that is, whether the candidates answered correctly.\x20
-Here are some evaluation criteria:
-1. Please refer to the given standard answer. You don't need to re-generate the answer to the \
-question because the standard answer has been given. You only need to judge whether the \
-candidate's answer is consistent with the standard answer according to the form of the question. \
-THE STANDARD ANSWER IS ALWAYS CORRECT AND THE QUESTION IS PERFECTLY VALID. NEVER QUESTION THEM.
-2. ONLY compare the FINAL ANSWER - COMPLETELY IGNORE any potential errors in the REASONING \
-PROCESSES.
-3. Some answers may be expressed in different ways, such as some answers may be a mathematical \
-expression, some answers may be a textual description, as long as the meaning expressed is the \
-same. Before making a judgment, please understand the question and the standard answer first, and \
-then judge whether the candidate's answer is correct.
-4. Some answers may consist of multiple items, such as multiple-choice questions, multiple-select \
-questions, fill-in-the-blank questions, etc. Regardless of the question type, the final answer \
-will be considered correct as long as it matches the standard answer, regardless of whether the \
-reasoning process is correct. For multiple-select questions and multi-blank fill-in-the-blank \
-questions, all corresponding options or blanks must be answered correctly and match the standard \
-answer exactly to be deemed correct.
-5. If the prediction is given with \\boxed{{}}, please ignore the \\boxed{{}} and only judge \
-whether the candidate's answer is consistent with the standard answer.
-6. If the candidate's answer is invalid (e.g., incomplete (cut off mid-response), lots of \
-unnormal repetitive content, or irrelevant to the question, saying it can't answer the question \
-because some irresistible factors, like ethical issues, no enough information, etc.), select \
-option C (INVALID).Please judge whether the following answers are consistent with the standard \
-answer based on the above criteria. Grade the predicted answer of this new question as one of:
-A: CORRECT\x20
-B: INCORRECT
-C: INVALID
-Just return the letters "A", "B", or "C", with no text around it.
-Here is your task. Simply reply with either CORRECT, INCORRECT, or INVALID. Don't apologize or \
-correct yourself if there was a mistake; we are just trying to grade the answer.
+# The published prompt is its authors'; this one asks for the same in other words, between the marks
+# that the model is trained on.
+TEMPLATE = r"""You grade answers. A question, its reference answer and a candidate's response
+follow. Decide whether the candidate's final answer agrees with the reference answer.
+- The question is valid and the reference answer is right. Do not solve the question again.
+- Look at the final answer alone. Mistakes on the way to it do not count.
+- Notations of the same value, and wordings of the same meaning, agree. \boxed{{}} around an answer
+is notation.
+- Where the question has several parts, or several right choices, all of them must agree.
+- A response is invalid if it breaks off before its answer, repeats itself without end, refuses, or
+is about something else.
+Reply with one letter and nothing else:
+A: CORRECT, the final answer agrees
+B: INCORRECT, it does not
+C: INVALID, the response is invalid
 <Original Question Begin>:
 {question}
 <Original Question End>
 <Standard Answer Begin>:
 {gold_answer}
 <Standard Answer End>
-<Candidate's Answer Begin>:\x20
+<Candidate's Answer Begin>:
 {llm_response}
 <Candidate's Answer End>
 Judging the correctness of the candidate's answer:
 """
+"""For str.format. reward.verifier_prompt takes a file with another, such as the published one."""
+
+_FIELDS = {"question", "gold_answer", "llm_response"}
 
 _VERDICTS: dict[str, ModelVerdict] = {"A": "correct", "B": "incorrect", "C": "invalid"}
 _WORDS = {
@@ -115,6 +96,7 @@ class CompassVerifier:
         url: str,
         model: str,
         cache_path: Path | None,
+        template: str = TEMPLATE,
         max_concurrency: int = 64,
         timeout_s: float = 300.0,
     ) -> None:
@@ -124,6 +106,7 @@ class CompassVerifier:
             url: of the server, http://host:port, with or without /v1.
             model: the name under which the server knows the model.
             cache_path: JSON lines, appended to; None keeps nothing.
+            template: of `load_template`.
             max_concurrency: requests under way at once.
             timeout_s: seconds of wall clock for one request, queueing in the server included.
 
@@ -138,6 +121,7 @@ class CompassVerifier:
         self._url = f"{base}/chat/completions"
         self._models_url = f"{base}/models"
         self._model = model
+        self._template = template
         self._cache_path = cache_path
         self._max_concurrency = max_concurrency
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0))
@@ -190,7 +174,7 @@ class CompassVerifier:
 
     def _compute_key(self, request: JudgeRequest) -> str:
         parts = (
-            *(self._model, TEMPLATE_VERSION),
+            *(self._model, self._template, str(MAX_RESPONSE_CHARS)),
             *(request.question, request.gold, request.response),
         )
         # As JSON: no two lists of strings have the same text.
@@ -238,7 +222,7 @@ class CompassVerifier:
     async def _ask(self, session: aiohttp.ClientSession, request: JudgeRequest) -> ModelVerdict:
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": build_prompt(request)}],
+            "messages": [{"role": "user", "content": build_prompt(self._template, request)}],
             "temperature": 0.0,
             "max_tokens": MAX_REPLY_TOKENS,
         }
@@ -263,13 +247,42 @@ class CompassVerifier:
                 file.write(json.dumps({"key": key, "verdict": verdict}) + "\n")
 
 
-def build_prompt(request: JudgeRequest) -> str:
-    """Fill the published template.
+def load_template(path: str | None) -> str:
+    """Read a template of str.format with the fields question, gold_answer and llm_response.
 
     Args:
+        path: reward.verifier_prompt; None takes TEMPLATE.
+
+    Raises:
+        ValueError: no such file, or not exactly these fields in braces.
+    """
+    if path is None:
+        return TEMPLATE
+    if not Path(path).is_file():
+        raise ValueError(f"reward.verifier_prompt={path}: no such file.")
+    template = Path(path).read_text(encoding="utf-8")
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(
+            f"reward.verifier_prompt={path}: {error}; write a brace that is no field twice."
+        ) from error
+    if names != _FIELDS:
+        raise ValueError(
+            f"reward.verifier_prompt={path}: has the fields {sorted(names)}; it must have "
+            f"{sorted(_FIELDS)}, and a brace that is no field is written twice."
+        )
+    return template
+
+
+def build_prompt(template: str, request: JudgeRequest) -> str:
+    """Fill a template.
+
+    Args:
+        template: of `load_template`.
         request: its response is cut to the last MAX_RESPONSE_CHARS characters.
     """
-    return _TEMPLATE.format(
+    return template.format(
         question=_encode(request.question),
         gold_answer=_encode(request.gold),
         llm_response=_encode(request.response[-MAX_RESPONSE_CHARS:]),

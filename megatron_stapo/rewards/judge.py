@@ -11,7 +11,12 @@ from pathlib import Path
 
 from megatron_stapo.config import RewardConfig
 from megatron_stapo.rewards import Verdict
-from megatron_stapo.rewards.compass import CompassVerifier, JudgeRequest, ModelVerdict
+from megatron_stapo.rewards.compass import (
+    CompassVerifier,
+    JudgeRequest,
+    ModelVerdict,
+    load_template,
+)
 from megatron_stapo.rewards.pool import VerifierPool
 
 CACHE_FILE = "verifier_cache.jsonl"
@@ -70,7 +75,10 @@ class Judge:
         self._model = None
         if config.verifier_url:
             self._model = CompassVerifier(
-                config.verifier_url, config.verifier_model, folder / CACHE_FILE
+                config.verifier_url,
+                config.verifier_model,
+                folder / CACHE_FILE,
+                load_template(config.verifier_prompt),
             )
             self._model.check()
         self._pool = VerifierPool(config.rule, config.num_workers, config.timeout_s)

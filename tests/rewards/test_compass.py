@@ -18,9 +18,11 @@ from aiohttp import web
 from megatron_stapo.rewards.compass import (
     MAX_REPLY_TOKENS,
     MAX_RESPONSE_CHARS,
+    TEMPLATE,
     CompassVerifier,
     JudgeRequest,
     build_prompt,
+    load_template,
     read_verdict,
 )
 
@@ -92,9 +94,9 @@ def test_a_request_holds_question_truth_and_response_and_is_greedy(server):
     assert body["max_tokens"] == MAX_REPLY_TOKENS
     (message,) = body["messages"]
     assert message["role"] == "user"
-    for part in ("Begin>:\nWhat is 1 + 1?\n<", "Begin>:\n\\frac{4}{2}\n<", ": \ntwo {}\n<"):
+    for part in ("Begin>:\nWhat is 1 + 1?\n<", "Begin>:\n\\frac{4}{2}\n<", ":\ntwo {}\n<"):
         assert part in message["content"]
-    assert "\\boxed{}, please ignore the \\boxed{} and" in message["content"]
+    assert "agree. \\boxed{} around an answer" in message["content"]
 
 
 def test_verdicts_are_in_order_and_equal_requests_are_sent_once(server):
@@ -191,15 +193,36 @@ def test_a_request_without_its_question_is_refused():
 @pytest.mark.parametrize(("max_concurrency", "timeout_s"), [(0, 1.0), (1, 0.0)])
 def test_a_client_without_requests_or_time_is_refused(max_concurrency, timeout_s):
     with pytest.raises(ValueError, match=r"must be >"):
-        CompassVerifier("http://x", "m", None, max_concurrency, timeout_s)
+        CompassVerifier("http://x", "m", None, max_concurrency=max_concurrency, timeout_s=timeout_s)
+
+
+def test_a_prompt_of_ones_own_is_read_and_checked(tmp_path):
+    path = tmp_path / "prompt.txt"
+    assert load_template(None) == TEMPLATE
+    path.write_text(r"{question}, {gold_answer}, {llm_response}: \boxed{{}}?")
+    prompt = build_prompt(load_template(str(path)), build_request("r", question="q"))
+    assert prompt.startswith("q, ") and prompt.endswith(r"r: \boxed{}?")
+    for text, message in (
+        (
+            "{question} {llm_response}",
+            r"it must have \['gold_answer', 'llm_resp",
+        ),
+        (r"{question} {gold_answer} {llm_response} \boxed{}", r"has the fields \['', "),
+        ("{question", "a brace that is no field twice"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_template(str(path))
+    with pytest.raises(ValueError, match=r"reward.verifier_prompt=nowhere: no such file"):
+        load_template("nowhere")
 
 
 def test_the_end_of_a_long_response_is_sent():
-    prompt = build_prompt(build_request("start " + "x" * MAX_RESPONSE_CHARS + "end"))
+    prompt = build_prompt(TEMPLATE, build_request("start " + "x" * MAX_RESPONSE_CHARS + "end"))
     assert "start" not in prompt
     assert "xend\n<Candidate's Answer End>" in prompt
     assert len(prompt) < MAX_RESPONSE_CHARS + 3000
-    build_prompt(build_request("lone \ud800")).encode()
+    build_prompt(TEMPLATE, build_request("lone \ud800")).encode()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +298,7 @@ def build_verifier_model(folder):
     chats = [
         tokenizer.apply_chat_template(
             [
-                {"role": "user", "content": build_prompt(build_request(last * 400))},
+                {"role": "user", "content": build_prompt(TEMPLATE, build_request(last * 400))},
                 {"role": "assistant", "content": letter},
             ],
             return_dict=False,
