@@ -131,8 +131,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _eval(arguments: argparse.Namespace) -> int:
     config = build_eval_config(arguments)
     check_engine_layout(config)
-    _check_verifier_prompt(config)
-    _silence_datasets()
+    _check_verifier(config)
     from megatron_stapo.evaluation.evaluate import load_benchmarks
     from megatron_stapo.launch.evaluation import launch_evaluation
 
@@ -159,6 +158,9 @@ def build_eval_config(arguments: argparse.Namespace) -> Config:
                 max_response_tokens=PRESETS["training"].max_response_tokens,
             ),
         )
+    config = dataclasses.replace(
+        config, evaluation=dataclasses.replace(config.evaluation, interval_steps=None)
+    )
     if arguments.preset:
         preset = dataclasses.asdict(PRESETS[arguments.preset])
         config = dataclasses.replace(
@@ -181,7 +183,11 @@ def build_eval_config(arguments: argparse.Namespace) -> Config:
     )
     if not config.evaluation.benchmarks:
         raise ValueError("evaluation.benchmarks: empty; name some with --benchmarks.")
-    return config
+    # Nothing trains, so the engine need not hold what would.
+    longest = min(config.rollout.max_response_tokens, config.max_evaluation_response_tokens)
+    return dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, max_response_tokens=longest)
+    )
 
 
 def check_inputs(config: Config) -> list[str]:
@@ -194,8 +200,7 @@ def check_inputs(config: Config) -> list[str]:
         ValueError: names the field, its value and the rule.
     """
     check_model_layout(config)
-    _check_verifier_prompt(config)
-    _silence_datasets()
+    _check_verifier(config)
     from megatron_stapo.data.prompts import load_training_prompts
     from megatron_stapo.evaluation.evaluate import load_benchmarks
 
@@ -213,18 +218,18 @@ def check_inputs(config: Config) -> list[str]:
     return notes
 
 
-def _check_verifier_prompt(config: Config) -> None:
-    from megatron_stapo.rewards.compass import load_template
+def _check_verifier(config: Config) -> None:
+    """Raises ValueError where the model verifier has no prompt, or does not answer."""
+    from megatron_stapo.rewards.compass import CompassVerifier, load_template
 
-    load_template(config.reward.verifier_prompt)
-
-
-def _silence_datasets() -> None:
-    """stderr is for the one message."""
-    # Imported late: it takes seconds, which a mistyped field need not wait for.
-    from datasets import disable_progress_bars
-
-    disable_progress_bars()
+    reward = config.reward
+    template = load_template(reward.verifier_prompt)
+    if reward.verifier_url:
+        verifier = CompassVerifier(reward.verifier_url, reward.verifier_model, None, template)
+        try:
+            verifier.check()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -648,7 +648,14 @@ def check_model_layout(config: Config) -> None:
             _require_divides(name, value, extents)
     _check_experts(config, model_json["num_experts"] if has_experts else 0)
     _check_stages(config.parallel, model_json["num_hidden_layers"])
-    _check_length(config, model_json["max_position_embeddings"])
+    _check_length(
+        config,
+        model_json["max_position_embeddings"],
+        "rollout.max_response_tokens",
+        config.rollout.max_response_tokens,
+    )
+    if config.evaluation.benchmarks:
+        _check_evaluation_length(config, model_json["max_position_embeddings"])
 
 
 def check_engine_layout(config: Config) -> None:
@@ -663,22 +670,25 @@ def check_engine_layout(config: Config) -> None:
         _require_divides(
             "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, extents
         )
-    _check_length(config, model_json["max_position_embeddings"])
+    _check_evaluation_length(config, model_json["max_position_embeddings"])
 
 
-def _check_length(config: Config, limit: int) -> None:
+def _check_evaluation_length(config: Config, limit: int) -> None:
+    value = config.max_evaluation_response_tokens
+    _check_length(config, limit, "evaluation.max_response_tokens", value)
+
+
+def _check_length(config: Config, limit: int, name: str, value: int) -> None:
     num_prompt_tokens = config.data.max_prompt_tokens
-    names = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
-    if config.evaluation.benchmarks and config.evaluation.max_response_tokens:
-        names["evaluation.max_response_tokens"] = config.evaluation.max_response_tokens
-    for name, value in names.items():
-        _require(
-            num_prompt_tokens + value <= limit,
-            name,
-            value,
-            f"with data.max_prompt_tokens={num_prompt_tokens} exceeds the model's "
-            f"max_position_embeddings={limit}; use at most {limit - num_prompt_tokens}.",
-        )
+    rest = limit - num_prompt_tokens
+    _require(
+        value <= rest,
+        name,
+        value,
+        f"with data.max_prompt_tokens={num_prompt_tokens} exceeds the model's "
+        f"max_position_embeddings={limit}; "
+        + (f"use at most {rest}." if rest > 0 else "lower data.max_prompt_tokens first."),
+    )
 
 
 _TP_EXTENTS = {

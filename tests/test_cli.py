@@ -50,6 +50,7 @@ def recipe(tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatc
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "latin1.jsonl").write_bytes(b'{"problem": "caf\xe9", "answer": "1"}\n')
     text = "".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows)
     (tmp_path / "alike.jsonl").write_text(text)
     (tmp_path / "mine.py").write_text(RECIPE)
@@ -90,6 +91,8 @@ def list_files() -> list[Path]:
         (["data.max_prompt_tokens=50"], "data.source=train.jsonl: 0 of 3 problems have at most"),
         (["run_dir=model"], "run_dir=model: holds files that are not a run's;"),
         (["run_dir=mine.py"], "run_dir=mine.py: is not a folder."),
+        (["run_dir=mine.py/x"], "run_dir=mine.py/x: cannot be written (Not a directory);"),
+        (["data.source=latin1.jsonl"], "data source latin1.jsonl: latin1.jsonl is not UTF-8"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
@@ -118,6 +121,9 @@ def test_bad_input_is_one_message_and_exit_code_2(
         (["model", "--preset=justrl"], "evaluation.max_response_tokens=20480: with data.max_prom"),
         (["model", "--seed=1", "seed=2"], "seed=2: seed is given twice; give it once."),
         (["model", "--out=mine.py"], "--out=mine.py: is not a folder."),
+        (["model", "--out=mine.py/x"], "--out=mine.py/x: cannot be written (Not a directory);"),
+        (["model", "--verifier-url=http://127.0.0.1:9"], "No verifier can be reached at http:"),
+        (["model", "reward.verifier_prompt=no"], "reward.verifier_prompt=no: no such file."),
     ],
 )
 def test_bad_input_of_an_evaluation_is_one_message_and_exit_code_2(

@@ -23,7 +23,7 @@ LIBRARIES = {
     "megatron": {"parallel", "model", "trainer", "reshard"},
     "vllm": {"rollout"},
     "math_verify": {"rewards"},
-    "datasets": {"data", "cli"},
+    "datasets": {"data"},
     "reasoning_gym": {"data"},
     "nemo_run": {"launch"},
     "matplotlib": {"observability"},

@@ -72,7 +72,7 @@ def load_training_prompts(
             if reason := explain_unparsable(problem.answer):
                 raise ValueError(
                     f"data.source={config.source}: row {problem.row} has the ground truth "
-                    f"{problem.answer!r}: {reason}. reward.rule=math_verify would call every "
+                    f"{problem.answer!r:.80}: {reason}. reward.rule=math_verify would call every "
                     "answer wrong; correct or drop the row, or use reward.rule=exact_box."
                 )
     if len({problem.answer for problem in problems}) == 1:

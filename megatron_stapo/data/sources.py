@@ -27,6 +27,7 @@ keeps of a download.
 
 import contextlib
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Iterator
@@ -388,6 +389,8 @@ def _silence_datasets() -> Iterator[None]:
     """No progress bars and no log lines of `datasets`: what goes wrong is raised."""
     import datasets
 
+    # It tells of every retry without a network.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     verbosity = datasets.utils.logging.get_verbosity()
     has_bars = not datasets.utils.are_progress_bars_disabled()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
@@ -619,7 +622,15 @@ def _read_batches(
         if form is None:
             form = _find_form(source, table.schema, options)
         problems = _pick(table, form.problem)
-        texts = _read_turns(problems) if form.is_chat else problems.to_pylist()
+        try:
+            texts = _read_turns(problems) if form.is_chat else problems.to_pylist()
+            answers = _read_values(_pick(table, form.answer))
+        # Arrow reads bytes, and finds only now that they are no text.
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"data source {source}: {place} is not UTF-8 ({error.reason}); convert it, with "
+                "iconv -f LATIN1 -t UTF-8 for example."
+            ) from error
         if form.problem == "question" and "context" in table.column_names:
             # OlympiadBench's: what several questions share.
             texts = [
@@ -628,7 +639,7 @@ def _read_batches(
             ]
         yield _Batch(
             problems=texts,
-            answers=_read_values(_pick(table, form.answer)),
+            answers=answers,
             problem_column=form.problem,
             answer_column=form.answer,
             omissions=_find_omissions(table),

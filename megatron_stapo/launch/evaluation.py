@@ -28,8 +28,13 @@ def launch_evaluation(config: Config, benchmarks: Sequence[LoadedBenchmark], met
     folder = Path(config.run_dir).parent
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out={folder}: is not a folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    check_identity(folder, compute_identity(config, benchmarks))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_identity(folder, compute_identity(config, benchmarks))
+    except OSError as error:
+        raise ValueError(
+            f"--out={folder}: cannot be written ({error.strerror}); give another folder."
+        ) from error
 
     def report(ending: Ending) -> str:
         if ending.status != "finished":

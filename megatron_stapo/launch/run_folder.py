@@ -34,8 +34,14 @@ def claim_run_folder(run_dir: Path) -> Iterator[int]:
         raise ValueError(
             f"run_dir={run_dir}: holds files that are not a run's; give a new or an empty folder."
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(lock_path, "a+") as lock:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = open(lock_path, "a+")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(
+            f"run_dir={run_dir}: cannot be written ({error.strerror}); give another folder."
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
