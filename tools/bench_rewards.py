@@ -137,6 +137,19 @@ ADVERSARIAL_TAILS: dict[str, Callable[[], str]] = {
 }
 
 
+LIKELY_NAMES = (
+    "a million digits",
+    "nested braces",
+    "tower",
+    "endless fraction",
+    "NUL",
+    "only an open box",
+    "two boxes",
+    "megabytes",
+)
+"""What a policy does write; the others were made to be slow for this very rule."""
+
+
 def list_adversarial() -> dict[str, str]:
     responses = {name: rf"So \boxed{{{make()}}}" for name, make in ADVERSARIAL_BOXES.items()}
     return responses | {name: "So " + make() for name, make in ADVERSARIAL_TAILS.items()}
@@ -161,16 +174,16 @@ def main() -> None:
     reasonings = [write_reasoning(rng) for _ in range(64)]
     adversarial = list_adversarial()
     names = list(adversarial)
-    rounds: list[tuple[list[Problem], list[Problem]]] = []
+    rounds: list[list[list[Problem]]] = []
     for _ in range(arguments.num_rounds):
         # New problems each time: a verifier remembers what it has parsed.
-        ordinary, mixed = (
-            [build_ordinary(rng, reasonings) for _ in range(NUM_RESPONSES)] for _ in range(2)
-        )
-        places = rng.sample(range(NUM_RESPONSES), int(NUM_RESPONSES * ADVERSARIAL_FRAC))
-        for i, place in enumerate(places):
-            mixed[place] = Problem(adversarial[names[i % len(names)]], mixed[place].answer, None)
-        rounds.append((ordinary, mixed))
+        sides = [[build_ordinary(rng, reasonings) for _ in range(NUM_RESPONSES)] for _ in range(3)]
+        for mixed, own_names in zip(sides[1:], (LIKELY_NAMES, names), strict=True):
+            places = rng.sample(range(NUM_RESPONSES), int(NUM_RESPONSES * ADVERSARIAL_FRAC))
+            for i, place in enumerate(places):
+                name = own_names[i % len(own_names)]
+                mixed[place] = Problem(adversarial[name], mixed[place].answer, None)
+        rounds.append(sides)
     with VerifierPool(arguments.rule, arguments.num_workers, arguments.timeout_s) as pool:
         pool.submit("", "").result()
         slowest = 0.0
@@ -188,8 +201,8 @@ def main() -> None:
         within = "within" if slowest <= bound else "NOT WITHIN"
         print(f"adversarial, each alone: at most {slowest:.2f} s, {within} {bound} s")
         # In turns, and the median of each: other processes share the cores.
-        timed = [(measure(pool, ordinary), measure(pool, mixed)) for ordinary, mixed in rounds]
-    seconds, mixed_seconds = (
+        timed = [[measure(pool, problems) for problems in sides] for sides in rounds]
+    seconds, *mixed_seconds = (
         statistics.median(side[0] for side in sides) for sides in zip(*timed, strict=True)
     )
     wrong = sum(
@@ -200,13 +213,15 @@ def main() -> None:
     )
     print(
         f"{NUM_RESPONSES} ordinary responses: {seconds:.2f} s, {NUM_RESPONSES / seconds:.0f}/s; "
-        f"{wrong} misjudged in {2 * len(rounds)} rounds"
+        f"{wrong} misjudged in {3 * len(rounds)} rounds"
     )
-    outcomes = Counter(verdict.outcome for _, (_, verdicts) in timed for verdict in verdicts)
-    print(
-        f"with {ADVERSARIAL_FRAC:.0%} adversarial: {mixed_seconds:.2f} s, "
-        f"{mixed_seconds / seconds:.2f} times as long; {dict(outcomes)}"
-    )
+    for which, kinds in ((1, LIKELY_NAMES), (2, names)):
+        outcomes = Counter(v.outcome for sides in timed for v in sides[which][1])
+        print(
+            f"with {ADVERSARIAL_FRAC:.0%} adversarial of {len(kinds)} kinds: "
+            f"{mixed_seconds[which - 1]:.2f} s, {mixed_seconds[which - 1] / seconds:.2f} times as "
+            f"long; {dict(outcomes)}"
+        )
 
 
 if __name__ == "__main__":
