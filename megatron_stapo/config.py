@@ -20,6 +20,15 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
         raise ValueError(f"{name}={value}: {rule}")
 
 
+def _list_options(group: type) -> dict[str, tuple[str, ...]]:
+    """The values that each field with a fixed set of them takes."""
+    return {
+        f.name: typing.get_args(f.type)
+        for f in dataclasses.fields(group)
+        if typing.get_origin(f.type) is Literal
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model that is trained."""
@@ -315,7 +324,7 @@ class AlgorithmConfig:
             self._require(name, getattr(self, name) >= 1, "must be >= 1.")
         for name in ("overlong_buffer_tokens", "kl_coef", "router_aux_loss_coef"):
             self._require(name, getattr(self, name) >= 0, "must be >= 0.")
-        for name, options in _ALGORITHM_OPTIONS.items():
+        for name, options in _list_options(AlgorithmConfig).items():
             self._require(
                 name, getattr(self, name) in options, f"must be one of {', '.join(options)}."
             )
@@ -372,13 +381,6 @@ class AlgorithmConfig:
         if self.token_mask == "top_entropy":
             return self.entropy_quantile > 0
         return self.prob_threshold > 0 and (self.entropy_quantile > 0 or self.token_mask == "rare")
-
-
-_ALGORITHM_OPTIONS: dict[str, tuple[str, ...]] = {
-    f.name: typing.get_args(f.type)
-    for f in dataclasses.fields(AlgorithmConfig)
-    if typing.get_origin(f.type) is Literal
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,10 +443,7 @@ class RewardConfig:
     """Ask the model verifier about training responses, too, and not in evaluations alone."""
 
     def __post_init__(self) -> None:
-        for name, options in (
-            ("rule", ("math_verify", "dapo", "exact_box")),
-            ("truncated", ("judge", "wrong")),
-        ):
+        for name, options in _list_options(RewardConfig).items():
             value = getattr(self, name)
             _require(
                 value in options, f"reward.{name}", value, f"must be one of {', '.join(options)}."

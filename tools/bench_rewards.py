@@ -15,8 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from megatron_stapo.rewards import RULES, Verdict
+from megatron_stapo.rewards import Verdict
 from megatron_stapo.rewards.pool import VerifierPool
+from megatron_stapo.rewards.worker import RULE_PATHS
 
 NUM_RESPONSES = 2048
 RESPONSE_CHARS = 16_000
@@ -44,6 +45,7 @@ class Problem:
 
 
 def write_reasoning(rng: random.Random) -> str:
+    """RESPONSE_CHARS characters and a little more of worked steps, without a box."""
     parts: list[str] = []
     size = 0
     while size < RESPONSE_CHARS:
@@ -76,6 +78,7 @@ def draw_answer(rng: random.Random) -> tuple[str, str, str]:
 
 
 def build_ordinary(rng: random.Random, reasonings: list[str]) -> Problem:
+    """A reasoning with a box that holds, as often as not, the right answer."""
     truth, equal, wrong = draw_answer(rng)
     is_correct = rng.random() < 0.5
     box = equal if is_correct else wrong
@@ -84,6 +87,7 @@ def build_ordinary(rng: random.Random, reasonings: list[str]) -> Problem:
 
 
 def nest(opening: str, core: str, closing: str, depth: int) -> str:
+    """The core in depth pairs of brackets."""
     return opening * depth + core + closing * depth
 
 
@@ -151,11 +155,13 @@ LIKELY_NAMES = (
 
 
 def list_adversarial() -> dict[str, str]:
+    """One response of every kind, by name."""
     responses = {name: rf"So \boxed{{{make()}}}" for name, make in ADVERSARIAL_BOXES.items()}
     return responses | {name: "So " + make() for name, make in ADVERSARIAL_TAILS.items()}
 
 
 def measure(pool: VerifierPool, problems: list[Problem]) -> tuple[float, list[Verdict]]:
+    """Seconds of wall clock until all are judged, and the verdicts."""
     start = time.perf_counter()
     futures: list[Future[Verdict]] = [pool.submit(p.response, p.answer) for p in problems]
     verdicts = [future.result() for future in futures]
@@ -163,8 +169,9 @@ def measure(pool: VerifierPool, problems: list[Problem]) -> tuple[float, list[Ve
 
 
 def main() -> None:
+    """Time the rounds and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rule", choices=RULES, default="math_verify")
+    parser.add_argument("--rule", choices=RULE_PATHS, default="math_verify")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--timeout-s", type=float, default=5.0)
     parser.add_argument("--num-rounds", type=int, default=5)

@@ -37,7 +37,6 @@ class LoadedBenchmark:
     """A benchmark's problems, ready for the engine."""
 
     name: str
-    source: str
     prompts: list[Prompt]
     num_samples: int
     """Responses per problem."""
@@ -85,9 +84,7 @@ def load_benchmarks(config: Config) -> list[LoadedBenchmark]:
             published.paper_num_samples if published else DEFAULT_NUM_SAMPLES
         )
         benchmarks.append(
-            LoadedBenchmark(
-                name=name, source=source, prompts=prompts, num_samples=num_samples, notes=notes
-            )
+            LoadedBenchmark(name=name, prompts=prompts, num_samples=num_samples, notes=notes)
         )
     return benchmarks
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -97,16 +97,7 @@ def save_samples(samples: Sequence[Sample], path: Path) -> None:
     part.rename(path)
 
 
-def load_samples(path: Path) -> list[Sample]:
-    """Read what `save_samples` wrote."""
-    import pyarrow.parquet
-
-    names = {f.name for f in dataclasses.fields(Sample)}
-    rows: Iterable[dict[str, object]] = pyarrow.parquet.read_table(path).to_pylist()
-    return [Sample(**{k: v for k, v in row.items() if k in names}) for row in rows]  # type: ignore[arg-type]
-
-
-def _build_schema() -> "object":
+def _build_schema() -> object:
     """Given, because a column without a value has no type of its own."""
     import pyarrow
 

@@ -13,9 +13,6 @@ Outcome = Literal["judged", "no_answer", "refused", "timeout", "crash", "truncat
 MAX_EXTRACTED_CHARS = 200
 """Of `Verdict.extracted`; the rest of a longer answer is cut off."""
 
-RULES: tuple[str, ...] = ("math_verify", "dapo", "exact_box")
-"""Names of the rules; `worker.RULE_PATHS` says where each lives."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:

@@ -1,4 +1,4 @@
-"""From a response to right or wrong: the rule decides, then a model verifier about what it refused.
+"""From a response to right or wrong: the rule decides, then a model about what it calls wrong.
 
 A response is handed in as soon as it is sampled, and judged while others still are sampled.
 """

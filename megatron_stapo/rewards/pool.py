@@ -52,7 +52,7 @@ class VerifierPool:
         """Start the workers without waiting for them.
 
         Args:
-            rule: one of `rewards.RULES`, or module:function of a function like them.
+            rule: one of `worker.RULE_PATHS`, or module:function of a function like them.
             num_workers: processes that judge.
             timeout_s: seconds of wall clock that one response may take.
 

@@ -49,7 +49,7 @@ def load_rule(rule: str) -> Rule:
     """Import a rule and run its module's `warm_up`, where there is one.
 
     Args:
-        rule: one of RULES, or module:function.
+        rule: one of RULE_PATHS, or module:function.
     """
     module_name, _, function = RULE_PATHS.get(rule, rule).partition(":")
     module = importlib.import_module(module_name)
@@ -64,7 +64,7 @@ def main(rule: str, memory_bytes: int, owner_pid: int) -> None:
     """Serve until the owner closes standard input or dies.
 
     Args:
-        rule: one of RULES, or module:function.
+        rule: one of RULE_PATHS, or module:function.
         memory_bytes: address space of a child; what asks for more is a crash.
         owner_pid: the process that started this one.
     """

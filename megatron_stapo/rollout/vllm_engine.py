@@ -43,6 +43,7 @@ _CHECKPOINT_VERSION = "default"
 """vLLM's label for the weights that it loaded at its start."""
 
 _MIN_CONNECTIONS = 256
+"""Calls under way at once that a small engine is given, too."""
 
 _HEALTH_INTERVAL_S = 2.0
 """Between two looks at the server's health during a call."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections import Counter
 
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
@@ -14,7 +15,7 @@ from megatron_stapo.evaluation.evaluate import (
     load_benchmarks,
 )
 from megatron_stapo.evaluation.report import format_results, read_results
-from megatron_stapo.evaluation.samples import load_samples
+from megatron_stapo.evaluation.samples import Sample
 from megatron_stapo.rewards.judge import Judge
 from megatron_stapo.types import Rollout, RolloutGroup
 from tests.workers import build_config
@@ -97,6 +98,16 @@ def run(config, folder, max_groups=10**9):
     finally:
         judge.close()
     return engine, results
+
+
+def load_samples(path):
+    """Of samples.parquet; a column that contradicts its fields fails."""
+    samples = []
+    for row in pyarrow.parquet.read_table(path).to_pylist():
+        is_correct = row.pop("is_correct")
+        samples.append(Sample(**row))
+        assert samples[-1].is_correct is is_correct
+    return samples
 
 
 def test_every_sample_is_kept_and_counted(config, tmp_path):

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet
 import pytest
 
-from megatron_stapo.evaluation.samples import load_samples
 from tests.tiny_model import build_coin_base
 
 
@@ -46,7 +46,7 @@ def finish(launcher, out):
     [row] = [
         line for line in Path(f"{out}.stdout").read_text().splitlines() if line[:6] == "coin  "
     ]
-    return results, load_samples(out / "samples.parquet"), row
+    return results, pyarrow.parquet.read_table(out / "samples.parquet").to_pylist(), row
 
 
 def test_a_killed_evaluation_comes_to_the_identical_table(base, tmp_path):

@@ -9,11 +9,12 @@ import textwrap
 import time
 from collections import Counter
 from concurrent.futures import CancelledError
+from typing import get_args, get_type_hints
 
 import psutil
 import pytest
 
-from megatron_stapo.rewards import RULES
+from megatron_stapo.config import RewardConfig
 from megatron_stapo.rewards.pool import MAX_TEXT_CHARS, VerifierPool
 from megatron_stapo.rewards.worker import RULE_PATHS
 
@@ -34,6 +35,12 @@ def list_workers(pid=None):
     return []
 
 
+def list_own_workers(pool):
+    """Those of one pool: another may just be replacing a child."""
+    pids = [worker._process.pid for worker in pool._workers if worker._process]
+    return [process for pid in pids for process in (psutil.Process(pid), *list_workers(pid))]
+
+
 def wait_for_end(processes, seconds=5.0):
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return alive
@@ -47,15 +54,15 @@ def pool():
 
 
 def test_every_rule_answers_from_a_worker():
-    assert set(RULE_PATHS) == set(RULES)
+    assert set(RULE_PATHS) == set(get_args(get_type_hints(RewardConfig)["rule"]))
     responses = {
         "math_verify": r"\boxed{0.5}",
         "dapo": r"Answer: $\frac12$",
         "exact_box": r"\boxed{\frac{1}{2}}",
     }
-    pools = {rule: VerifierPool(rule, 1, 10.0) for rule in RULES}
-    futures = {rule: pools[rule].submit(responses[rule], r"\frac{1}{2}") for rule in RULES}
-    for rule in RULES:
+    pools = {rule: VerifierPool(rule, 1, 10.0) for rule in RULE_PATHS}
+    futures = {rule: pools[rule].submit(responses[rule], r"\frac{1}{2}") for rule in RULE_PATHS}
+    for rule in RULE_PATHS:
         verdict = futures[rule].result()
         assert (verdict.correct, verdict.outcome) == (True, "judged")
         pools[rule].close()
@@ -167,12 +174,11 @@ def test_a_pool_without_workers_or_time_is_refused(num_workers, timeout_s):
 
 
 def test_close_is_prompt_while_a_verifier_is_stuck_and_leaves_nothing():
-    others = list_workers()
     pool = VerifierPool(MISBEHAVING, 2, 1000.0)
     assert pool.submit("fine", "fine").result().correct
     futures = [pool.submit("spin", "") for _ in range(5)]
     time.sleep(0.2)
-    workers = [worker for worker in list_workers() if worker not in others]
+    workers = list_own_workers(pool)
     assert len(workers) == 4
     start = time.monotonic()
     pool.close()
@@ -187,11 +193,10 @@ def test_close_is_prompt_while_a_verifier_is_stuck_and_leaves_nothing():
 
 
 def test_close_during_start_up_leaves_nothing():
-    others = list_workers()
     for delay in (0.0, 0.02, 0.1):
         pool = VerifierPool("math_verify", 2, 1.0)
         time.sleep(delay)
-        workers = [worker for worker in list_workers() if worker not in others]
+        workers = list_own_workers(pool)
         pool.close()
         assert not wait_for_end(workers)
 
