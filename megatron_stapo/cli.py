@@ -66,17 +66,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, run, help_text in (
         ("train", _train, "train a model with a recipe on this machine"),
         ("verify", _verify, "compare one update in the recipe's layout with a dense one"),
+        ("verify-resume", _verify_resume, "compare a killed and resumed run with one in one go"),
     ):
         verb = verbs.add_parser(name, help=help_text)
         verb.add_argument("recipe", help=_RECIPE_HELP)
         _add_overrides(verb)
         verb.set_defaults(run=run)
+        if name == "train":
+            _add_train(verb)
+        if name == "verify-resume":
+            verb.add_argument(
+                "--then",
+                action="append",
+                default=[],
+                metavar="group.field=value",
+                help="of the resumed half alone, for example parallel.data_parallel_size=2",
+            )
     _add_eval(verbs.add_parser("eval", help="measure a model's accuracy on benchmarks"))
+    _add_export(verbs.add_parser("export", help="write a checkpoint as a Hugging Face folder"))
+    _add_import(verbs.add_parser("import", help="write a Hugging Face folder as a checkpoint"))
     # argparse gives overrides that follow an option back as unknown.
     arguments, rest = parser.parse_known_args(argv)
-    if unknown := [word for word in rest if word.startswith("-") or "=" not in word]:
+    takes_overrides = "overrides" in arguments
+    if unknown := [w for w in rest if w.startswith("-") or "=" not in w or not takes_overrides]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    arguments.overrides += rest
+    if takes_overrides:
+        arguments.overrides += rest
     return arguments
 
 
@@ -86,6 +101,18 @@ def _add_overrides(verb: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="group.field=value",
         help="for example optimizer.lr=2e-6",
+    )
+
+
+def _add_train(verb: argparse.ArgumentParser) -> None:
+    """The same command goes on with a run that has not come to its end, unless these say other."""
+    verb.add_argument(
+        "--fresh", action="store_true", help="begin anew; an unfinished run is set aside"
+    )
+    verb.add_argument(
+        "--changed",
+        action="store_true",
+        help="go on with an unfinished run though settings differ from those it began with",
     )
 
 
@@ -111,12 +138,28 @@ def _add_eval(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_eval)
 
 
+def _add_export(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("checkpoint", help="its folder, or a run folder, whose newest one is taken")
+    verb.add_argument("out", help="folder to write, new or empty")
+    verb.add_argument(
+        "--model",
+        help="folder whose config.json and tokenizer are taken; default: those of the checkpoint",
+    )
+    verb.set_defaults(run=_export)
+
+
+def _add_import(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", help="folder in Hugging Face format")
+    verb.add_argument("out", help="folder to write, new or empty")
+    verb.set_defaults(run=_import)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     config = apply_overrides(load_recipe(arguments.recipe), arguments.overrides)
     notes = check_inputs(config)
     from megatron_stapo.launch.training import launch_training
 
-    return launch_training(config, notes)
+    return launch_training(config, notes, fresh=arguments.fresh, changed=arguments.changed)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -128,6 +171,17 @@ def _verify(arguments: argparse.Namespace) -> int:
     return launch_verification(config)
 
 
+def _verify_resume(arguments: argparse.Namespace) -> int:
+    """Returns 0 where the resumed run is the undisturbed one, else 1."""
+    config = apply_overrides(load_recipe(arguments.recipe), arguments.overrides)
+    resumed = apply_overrides(config, arguments.then)
+    check_inputs(config)
+    check_model_layout(resumed)
+    from megatron_stapo.launch.resumption import launch_resume_check
+
+    return launch_resume_check(config, resumed)
+
+
 def _eval(arguments: argparse.Namespace) -> int:
     config = build_eval_config(arguments)
     check_engine_layout(config)
@@ -136,6 +190,25 @@ def _eval(arguments: argparse.Namespace) -> int:
     from megatron_stapo.launch.evaluation import launch_evaluation
 
     return launch_evaluation(config, load_benchmarks(config), arguments.paper_method)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from megatron_stapo.checkpoint.convert import export_checkpoint, find_checkpoint
+
+    checkpoint = find_checkpoint(Path(arguments.checkpoint))
+    print(f"exporting {checkpoint}")
+    model = arguments.model and Path(arguments.model)
+    num_steps_done = export_checkpoint(checkpoint, Path(arguments.out), model)
+    print(f"the model after {num_steps_done} steps is in {arguments.out}")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from megatron_stapo.checkpoint.convert import import_model
+
+    import_model(Path(arguments.model), Path(arguments.out))
+    print(f"the weights of {arguments.model} are in {arguments.out}")
+    return 0
 
 
 def build_eval_config(arguments: argparse.Namespace) -> Config:

@@ -396,8 +396,16 @@ class OptimizerConfig:
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     """Global norm to which the gradient is clipped."""
+    max_skipped_in_a_row: int = 3
+    """An update whose loss or gradient is not finite is left out. So many in a row end the run."""
 
     def __post_init__(self) -> None:
+        _require(
+            self.max_skipped_in_a_row >= 1,
+            "optimizer.max_skipped_in_a_row",
+            self.max_skipped_in_a_row,
+            "must be >= 1.",
+        )
         for name in ("lr", "eps", "max_grad_norm"):
             _require(
                 getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "must be > 0."
@@ -507,6 +515,36 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What of a run survives its end, and when it is written."""
+
+    interval_steps: int = 10
+    """A checkpoint after every so many steps, after the last one, and before a run that is stopped
+    ends. It takes 12 bytes per parameter: float32 weights and Adam's two moments."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_best: int = 1
+    """Checkpoints of the highest evaluated accuracy that are kept beside them."""
+    stop_timeout_s: float = 60.0
+    """After SIGTERM or Ctrl-C: longest wait for the step to end and its checkpoint to be written.
+    Sampling is abandoned at once. Give less than the cluster leaves between warning and kill."""
+    dump_interval_steps: int | None = None
+    """Dump every so many steps for `stapo replay`. An update that is left out is always dumped."""
+
+    def __post_init__(self) -> None:
+        for name in ("interval_steps", "keep_last", "dump_interval_steps"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"checkpoint.{name}", value, "must be >= 1.")
+        _require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must be >= 0.")
+        _require(
+            self.stop_timeout_s > 0,
+            "checkpoint.stop_timeout_s",
+            self.stop_timeout_s,
+            "must be > 0 seconds.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run. A recipe is a function that returns one."""
 
@@ -521,6 +559,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     seed: int = 0
     """Of the prompt order, of every sampled response, and of masks that draw tokens."""
     log_quadrants: bool = False
@@ -807,3 +846,47 @@ def from_dict(values: dict[str, Any]) -> Config:
         for name, value in values.items()
     }
     return Config(**arguments)
+
+
+_FREE_TO_CHANGE = (
+    "name",
+    "num_steps",
+    "run_dir",
+    "parallel",
+    "data.max_microbatch_tokens",
+    "rollout.engine",
+    "rollout.tensor_parallel_size",
+    "rollout.max_num_seqs",
+    "rollout.kv_cache_bytes",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "reward.num_workers",
+    "optimizer.max_skipped_in_a_row",
+    "evaluation",
+    "checkpoint",
+    "log_quadrants",
+)
+"""What a resumed run may set anew: it changes how the run goes, and not what it learns."""
+
+
+def list_changes(old: Config, new: Config) -> list[str]:
+    """What would make a resumed run another experiment, as `field: old -> new`."""
+    before, after = _flatten(old), _flatten(new)
+    return [
+        f"{name}: {before.get(name)} -> {value}"
+        for name, value in after.items()
+        if before.get(name) != value
+        and name not in _FREE_TO_CHANGE
+        and name.partition(".")[0] not in _FREE_TO_CHANGE
+    ]
+
+
+def _flatten(config: Config) -> dict[str, Any]:
+    """Every field by the name that an override gives it."""
+    flat: dict[str, Any] = {}
+    for name, value in to_dict(config).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{field}": item for field, item in value.items()}
+        else:
+            flat[name] = value
+    return flat

@@ -1,7 +1,9 @@
 """What rank 0 does beside training: it draws prompts, talks to the engine, judges, packs, logs."""
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,7 +11,15 @@ import torch
 
 from megatron_stapo.algo.advantage import compute_group_advantages
 from megatron_stapo.algo.overlong import compute_overlong_penalty
-from megatron_stapo.config import Config
+from megatron_stapo.checkpoint.folder import DriverState
+from megatron_stapo.checkpoint.rollouts import (
+    StepRollouts,
+    load_rollouts,
+    name_rollouts,
+    save_rollouts,
+)
+from megatron_stapo.checkpoint.stop import StopRequested, check_stop
+from megatron_stapo.config import Config, from_dict, list_changes, to_dict
 from megatron_stapo.data.packing import pack
 from megatron_stapo.data.prompts import PromptStream, load_tokenizer, load_training_prompts
 from megatron_stapo.evaluation.evaluate import evaluate_into, load_benchmarks
@@ -17,7 +27,7 @@ from megatron_stapo.evaluation.statistics import compute_average, compute_averag
 from megatron_stapo.observability import RunLog
 from megatron_stapo.rewards.judge import Judge, Judgement, Pending, compute_judge_metrics
 from megatron_stapo.rollout import Engine
-from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling
+from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling, Update
 
 
 class Timer:
@@ -37,8 +47,12 @@ class Timer:
 class Driver:
     """What rank 0 does beside training: prompts to rewarded rollouts, and the log."""
 
-    def __init__(self, config: Config, engine: Engine, run_log: RunLog) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, run_log: RunLog, stream_position: int = 0
+    ) -> None:
+        """Args: stream_position of the checkpoint that the run goes on from."""
         self._config = config
+        self._run_dir = Path(config.run_dir)
         self._engine = engine
         self._run_log = run_log
         self._tokenizer = load_tokenizer(config.model.path)
@@ -52,12 +66,67 @@ class Driver:
         )
         run_log.log_event("training_problems", value=report.format(), num_overlong=num_overlong)
         self._stream = PromptStream(prompts, config.seed)
+        self._stream.position = stream_position
         self._benchmarks = load_benchmarks(config)
-        self._judge = Judge(config.reward, Path(config.run_dir))
+        self._judge = Judge(config.reward, self._run_dir)
         self._rollout_metrics: dict[str, float] = {}
+        self._accuracies: dict[int, float] = {
+            record["after_steps"]: record["value"]
+            for record in run_log.read()
+            if record.get("event") == "accuracy"
+        }
+        self._failure: Exception | None = None
 
-    def collect(self, timer: Timer) -> list[list[Minibatch]]:
-        """Draw a step's prompts and return its mini-batches for every data-parallel rank."""
+    def collect(self, step: int, timer: Timer) -> list[list[Minibatch]] | None:
+        """Evaluate if it is due, then draw and sample a step.
+
+        Args:
+            step: counted from 1.
+
+        Returns:
+            Its mini-batches for every data-parallel rank; None where the run has to end.
+        """
+        config = self._config
+        with self._keep_failure():
+            self.evaluate(step - 1)
+            rollouts = self._load_rollouts(step) or self._sample_step(step, timer)
+            self._stream.position = rollouts.stream_position
+            self._rollout_metrics = rollouts.metrics
+            return pack(
+                rollouts.groups,
+                config.algorithm.num_prompts_per_minibatch,
+                config.max_pack_tokens,
+                config.parallel,
+                config.algorithm.filter_truncated,
+            )
+        return None
+
+    @contextmanager
+    def _keep_failure(self) -> Iterator[None]:
+        """Remember an error instead of raising it: the other ranks wait for this one."""
+        try:
+            check_stop(self._run_dir)
+            yield
+        except Exception as error:
+            self._failure = error
+
+    def _load_rollouts(self, step: int) -> StepRollouts | None:
+        """The step's rollouts of an attempt that ended before a checkpoint contained them."""
+        try:
+            rollouts = load_rollouts(name_rollouts(self._run_dir, step))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            self._run_log.log_event("rollouts_dropped", value=str(error))
+            return None
+        if changes := list_changes(from_dict(rollouts.config), self._config):
+            self._run_log.log_event("rollouts_dropped", value="; ".join(changes), for_step=step)
+            return None
+        self._run_log.log_event("rollouts_taken_up", for_step=step)
+        return rollouts
+
+    def _sample_step(self, step: int, timer: Timer) -> StepRollouts:
+        """Draw prompts, sample and judge until the step is full; keep the result on disk."""
         config = self._config
         num_prompts = config.rollout.num_prompts_per_step
         num_rounds, kept = 0, []
@@ -81,20 +150,27 @@ class Driver:
             kept += groups
         del kept[num_prompts:]
         self._assign_advantages(kept)
-        self._rollout_metrics = compute_rollout_metrics(kept) | compute_judge_metrics(judgements)
+        metrics = compute_rollout_metrics(kept) | compute_judge_metrics(judgements)
         if config.algorithm.dynamic_sampling:
-            self._rollout_metrics["sampling_rounds"] = num_rounds
-        return pack(
-            kept,
-            config.algorithm.num_prompts_per_minibatch,
-            config.max_pack_tokens,
-            config.parallel,
-            config.algorithm.filter_truncated,
+            metrics["sampling_rounds"] = num_rounds
+        rollouts = StepRollouts(
+            groups=kept,
+            metrics=metrics,
+            stream_position=self._stream.position,
+            config=to_dict(config),
         )
+        with timer("reward"):
+            try:
+                save_rollouts(name_rollouts(self._run_dir, step), rollouts)
+            except OSError as error:
+                self._run_log.log_event("rollouts_not_kept", value=error.strerror)
+        return rollouts
 
     def evaluate(self, num_steps_done: int) -> None:
         """Evaluate before the first step, after the last, and every interval_steps between."""
         config, interval = self._config, self._config.evaluation.interval_steps
+        if num_steps_done in self._accuracies:
+            return
         is_due = num_steps_done in (0, config.num_steps) or (
             interval is not None and num_steps_done % interval == 0
         )
@@ -102,8 +178,8 @@ class Driver:
             return
         self._run_log.log_event("evaluating", after_steps=num_steps_done)
         start = time.perf_counter()
-        folder = Path(config.run_dir) / "evaluations" / f"step_{num_steps_done:06d}"
-        folder.mkdir(parents=True)
+        folder = self._run_dir / "evaluations" / f"step_{num_steps_done:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
         results = evaluate_into(
             folder,
             config,
@@ -112,35 +188,61 @@ class Driver:
             judge=self._judge,
             tokenizer=self._tokenizer,
         )
+        self._accuracies[num_steps_done] = compute_average(results)
         self._run_log.log_event(
             "accuracy",
-            value=compute_average(results),
+            value=self._accuracies[num_steps_done],
             standard_error=compute_average_error(results),
             after_steps=num_steps_done,
             benchmarks={r.benchmark: r.accuracy for r in results},
             seconds=time.perf_counter() - start,
         )
 
+    def finish(self) -> None:
+        """Evaluate after the last step."""
+        with self._keep_failure():
+            self.evaluate(self._config.num_steps)
+
+    def read_state(self) -> DriverState:
+        """What a checkpoint holds of rank 0."""
+        return DriverState(
+            stream_position=self._stream.position,
+            metrics=self._run_log.read_bytes(),
+            accuracies=dict(self._accuracies),
+        )
+
+    def describe_failure(self) -> str | None:
+        """Why `collect` or `finish` gave up, with its traceback in the log; None where nothing has
+        failed, or somebody has asked the run to stop."""
+        if self._failure is None or isinstance(self._failure, StopRequested):
+            return None
+        traceback.print_exception(self._failure)
+        return f"{self._failure}"
+
     def close(self) -> None:
         """End the verifiers."""
         self._judge.close()
 
     def log_step(
-        self, step: int, metrics: dict[str, float], updates: list[dict[str, float]], timer: Timer
+        self, step: int, metrics: dict[str, float], updates: Sequence[Update], timer: Timer
     ) -> None:
-        """Write one step's line: loss and gradient norm are means over the step's updates."""
-        means = {
-            name: sum(update[name] for update in updates) / len(updates)
-            for name in ("loss", "grad_norm")
-        }
+        """Write one step's line: loss and gradient norm are means over the updates that were taken,
+        NaN where none was."""
+        taken = [update for update in updates if not update.is_skipped]
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(values) / len(taken) if taken else math.nan
+
         tokens_per_s = metrics["num_response_tokens"] / sum(timer.seconds.values())
         self._run_log.log_step(
             step,
             {
                 **self._rollout_metrics,
                 **metrics,
-                **means,
-                "lr": updates[-1]["lr"],
+                "loss": mean(update.loss for update in taken),
+                "grad_norm": mean(update.grad_norm for update in taken),
+                "lr": updates[-1].lr,
+                "num_skipped_updates": len(updates) - len(taken),
                 "tokens_per_s": tokens_per_s,
             },
             timer.seconds,

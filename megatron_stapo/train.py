@@ -14,12 +14,22 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_stapo import config as config_module
+from megatron_stapo.checkpoint.dump import StepDump, name_dump
+from megatron_stapo.checkpoint.folder import METRICS_FILE
+from megatron_stapo.checkpoint.resume import choose_checkpoint, load_checkpoint
+from megatron_stapo.checkpoint.save import Checkpointer
+from megatron_stapo.checkpoint.stop import check_stop, withdraw_stop
 from megatron_stapo.config import Config
 from megatron_stapo.data.prompts import load_stop_token_ids
 from megatron_stapo.driver import Driver, Timer
 from megatron_stapo.observability import RunLog
 from megatron_stapo.parallel.context_parallel import slice_microbatch
-from megatron_stapo.parallel.groups import Groups, destroy_distributed, init_distributed
+from megatron_stapo.parallel.groups import (
+    Groups,
+    destroy_distributed,
+    fail_together,
+    init_distributed,
+)
 from megatron_stapo.reshard.weight_sync import WeightSync
 from megatron_stapo.rollout import Engine
 from megatron_stapo.rollout.connect import build_engine
@@ -27,50 +37,107 @@ from megatron_stapo.trainer.trainer import Trainer
 from megatron_stapo.types import Minibatch
 
 
-def train(config: Config, groups: Groups, engine: Engine | None, run_log: RunLog | None) -> None:
-    """Train for config.num_steps steps, and evaluate before, after and between as asked.
+def train(
+    config: Config,
+    groups: Groups,
+    engine: Engine | None,
+    run_log: RunLog | None,
+    checkpoint: Path | None,
+) -> None:
+    """Train up to config.num_steps steps, evaluating and saving as asked.
 
     Every rank calls it; engine and run_log are rank 0's and None elsewhere.
+
+    Args:
+        checkpoint: what the run goes on from, of `choose_checkpoint`.
+
+    Raises:
+        RuntimeError: what ended the run before its last step, after a checkpoint of the last whole
+            step is written.
     """
     trainer = Trainer(config, groups)
-    weight_sync = WeightSync(trainer.weights, engine)
-    driver = Driver(config, engine, run_log) if engine and run_log else None
-    if driver:
-        driver.evaluate(num_steps_done=0)
-    for step in range(config.num_steps):
+    weight_sync = WeightSync(trainer.weights, engine, groups)
+    state = load_checkpoint(checkpoint, trainer) if checkpoint else None
+    step = state.num_steps_done if state else 0
+    driver = None
+    if engine and run_log:
+        driver = Driver(config, engine, run_log, state.stream_position if state else 0)
+    checkpointer = Checkpointer(
+        config,
+        trainer,
+        step,
+        driver.read_state if driver else None,
+        run_log.log_event if run_log else None,
+    )
+    dump = StepDump(config, groups)
+    failure = weight_sync.execute(policy_version=step) if step else None
+    while step < config.num_steps and not failure:
+        step += 1
         timer = Timer()
-        minibatches = scatter_minibatches(driver.collect(timer) if driver else None, groups)
+        collected = driver.collect(step, timer) if driver else None
+        minibatches = scatter_minibatches(collected, groups)
+        if minibatches is None:  # rank 0 has to end the run
+            step -= 1
+            break
+        checkpointer.poll()  # written while rank 0 was sampling
         with timer("score"):
             trainer.score(minibatches)  # old_logprobs_T, logprobs_T, entropy_T
         updates = []
         for minibatch, phase in itertools.product(minibatches, trainer.phases):
             with timer("threshold"):
                 trainer.assign_loss_masks(minibatch, phase)  # response and S2T, over all ranks
+            num_updates = trainer.num_updates
             with timer("update"):
                 updates.append(trainer.update(minibatch))
+            dump.after_update(step, len(updates), minibatch, phase, updates[-1], num_updates)
+            if trainer.num_skipped_in_a_row == config.optimizer.max_skipped_in_a_row:
+                checkpointer.finish()
+                raise RuntimeError(_explain_skips(config, step, len(updates)))
         with timer("sync"):
-            weight_sync.execute(policy_version=step + 1)
+            failure = weight_sync.execute(policy_version=step)
         metrics = trainer.pop_metrics()
         if driver:
-            driver.log_step(step + 1, metrics, updates, timer)
-            driver.evaluate(num_steps_done=step + 1)
+            driver.log_step(step, metrics, updates, timer)
+        checkpointer.after_step(step)
+    if driver and step == config.num_steps and not failure:
+        driver.finish()
+    if step:
+        checkpointer.save(step)
+    checkpointer.finish()
     if driver:
         driver.close()
-    trainer.weights.save(Path(config.run_dir) / "model")
+    fail_together(failure or (driver.describe_failure() if driver else None), groups)
+    if step == config.num_steps:
+        trainer.weights.save(Path(config.run_dir) / "model")
+        withdraw_stop(Path(config.run_dir))
+
+
+def _explain_skips(config: Config, step: int, number: int) -> str:
+    dump = name_dump(Path(config.run_dir), step, number)
+    return (
+        f"optimizer.max_skipped_in_a_row={config.optimizer.max_skipped_in_a_row}: the loss or the "
+        f"gradient of so many updates in a row is not finite, the last in step {step}. `stapo "
+        f"replay {dump}` shows its tokens. Lower optimizer.lr, or go on from an earlier checkpoint."
+    )
 
 
 def scatter_minibatches(
     per_dp_rank: list[list[Minibatch]] | None, groups: Groups
-) -> list[Minibatch]:
+) -> list[Minibatch] | None:
     """Hand every rank the mini-batches of its data-parallel rank.
 
     Args:
         per_dp_rank: rank 0's, indexed by data-parallel rank; None on other ranks. A
             context-parallel rank gets its part of every sequence.
 
+    Returns:
+        None on every rank where rank 0 gives None.
+
     Communicates: a scatter from rank 0 to all ranks, each getting its own part alone.
     """
-    parts = None
+    parts: list[Any] | None = None
+    if groups.rank == 0 and per_dp_rank is None:
+        parts = [None] * groups.world_size
     if per_dp_rank is not None:
         parts = [
             [
@@ -86,7 +153,7 @@ def scatter_minibatches(
         ]
     received: list[Any] = [None]
     dist.scatter_object_list(received, parts, src=0)
-    for minibatch in received[0]:
+    for minibatch in received[0] or ():
         for microbatch in minibatch.microbatches:
             microbatch.move_to(groups.device)
     return received[0]
@@ -101,12 +168,23 @@ def main() -> None:
     config = config_module.from_dict(json.loads((arguments.run_dir / "config.json").read_text()))
     groups = init_distributed(config.parallel, config.seed)
     engine = run_log = None
+    checkpoint, faults = choose_checkpoint(arguments.run_dir, groups)
     if groups.rank == 0:
-        run_log = RunLog(arguments.run_dir)
+        history = (checkpoint / METRICS_FILE).read_bytes() if checkpoint else b""
+        run_log = RunLog(arguments.run_dir, history)
+        for fault in faults:
+            run_log.log_event("checkpoint_broken", value=fault)
+        if checkpoint:
+            run_log.log_event("going_on", value=str(checkpoint))
         run_log.log_event("waiting_for_engine")
-        engine = build_engine(config, arguments.engine_url, load_stop_token_ids(config.model.path))
+        engine = build_engine(
+            config,
+            arguments.engine_url,
+            load_stop_token_ids(config.model.path),
+            on_wait=lambda: check_stop(arguments.run_dir),
+        )
         run_log.log_event("engine_ready")
-    train(config, groups, engine, run_log)
+    train(config, groups, engine, run_log, checkpoint)
     if engine is not None and run_log is not None:
         engine.close()
         run_log.close()

@@ -105,6 +105,8 @@ class Microbatch:
     """[T] bool. Response mask and token mask: the tokens of numerator and denominator."""
     loss_weights_T: "torch.Tensor" = field(init=False)
     """[T] fp32. What makes a sum over tokens the mean that algorithm.aggregation asks for."""
+    trained_logprobs_T: "torch.Tensor" = field(init=False)
+    """[T] fp32, nats. Of the update's own forward pass; what its loss was computed from."""
     sequence_logratio_T: "torch.Tensor" = field(init=False)
     """[T] fp32, nats. Mean of logprobs - old_logprobs over the sequence; set for gspo."""
 
@@ -129,3 +131,16 @@ class Minibatch:
     stage; None without experts."""
     num_updates_scored: int = -1
     """Optimizer steps taken before logprobs_T and entropy_T were computed; -1 before any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What became of one optimizer step."""
+
+    loss: float
+    """The weighted sum over all trained tokens of all ranks / their number."""
+    grad_norm: float
+    """Before clipping; NaN where the step is left out."""
+    lr: float
+    is_skipped: bool
+    """The loss or a gradient was not finite, and nothing has changed."""

@@ -153,6 +153,51 @@ def test_an_evaluation_takes_the_papers_settings_by_default() -> None:
     assert (evaluation.num_samples, evaluation.max_response_tokens) == (2, 20480)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "nowhere", "out"], "CHECKPOINT=nowhere: is neither a checkpoint, having no "),
+        (["export", "model", "out"], "CHECKPOINT=model: is neither a checkpoint, having no "),
+        (["import", "nowhere", "out"], "model.path=nowhere: has no config.json;"),
+        (["import", "model", "out"], "model.path=model: has neither model.safetensors nor"),
+        (["import", "model", "model"], "OUT=model: exists and is not empty; give a new or an"),
+        (["import", "model", "mine.py"], "OUT=mine.py: exists and is not empty; give a new or an"),
+    ],
+)
+def test_bad_input_of_a_conversion_is_one_message_and_exit_code_2(
+    recipe: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list_files()
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"stapo: error: {message}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert list_files() == before
+
+
+def test_a_conversion_takes_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("export", "import"):
+        with pytest.raises(SystemExit) as ended:
+            parse([verb, "a", "b", "num_steps=3"])
+        assert ended.value.code == 2
+        assert "unrecognized arguments: num_steps=3" in capsys.readouterr().err
+
+
+def test_a_run_is_exported_from_its_newest_checkpoint(
+    tiny_models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    for step in ("step_000002", "step_000010"):
+        assert main(["import", str(tiny_models["tied"]), f"{run_dir}/checkpoints/{step}"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(run_dir), str(out)]) == 0
+    assert f"exporting {run_dir}/checkpoints/step_000010\n" in capsys.readouterr().out
+    assert (out / "model.safetensors").is_file()
+    assert main(["export", str(run_dir), str(out)]) == 2
+    assert f"OUT={out}: exists and is not empty" in capsys.readouterr().err
+
+
 def test_an_unknown_recipe_is_refused_without_heavy_imports(tmp_path: Path) -> None:
     program = (
         "import sys; from megatron_stapo.cli import main; code = main(['train', 'tiny_stapoo']);"

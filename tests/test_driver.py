@@ -101,7 +101,7 @@ def test_a_length_penalty_changes_advantages_and_no_filter(build_driver):
         algorithm__overlong_buffer_tokens=20,
         algorithm__max_sampling_rounds=4,
     )
-    advantages = list_advantages(driver.collect(Timer()))
+    advantages = list_advantages(driver.collect(1, Timer()))
     # Only even problems inform, whatever the penalty makes of the odd ones' rewards.
     # All four are needed, and no problem is drawn twice.
     assert sorted(engine.drawn) == list(range(8))
@@ -117,8 +117,8 @@ def test_a_length_penalty_changes_advantages_and_no_filter(build_driver):
 def test_every_response_gets_its_own_verdict_and_the_odd_ones_are_counted(build_driver):
     driver, engine = build_driver(2)
     seen = []
-    for _ in range(4):
-        advantages = list_advantages(driver.collect(Timer()))
+    for step in range(1, 5):
+        advantages = list_advantages(driver.collect(step, Timer()))
         for place, problem in enumerate(engine.drawn[-2:]):
             group = advantages[4 * place : 4 * place + 4]
             if problem % 2:

@@ -13,14 +13,16 @@ LEVELS = [
     {"algo", "ops", "rewards", "algorithms"},
     {"data", "rollout", "parallel", "observability"},
     {"model", "evaluation"},
-    {"trainer", "reshard", "driver"},
+    {"trainer", "reshard"},
+    {"checkpoint"},
+    {"driver"},
     {"train"},
     {"verify"},
     {"launch", "recipe"},
     {"cli"},
 ]
 LIBRARIES = {
-    "megatron": {"parallel", "model", "trainer", "reshard"},
+    "megatron": {"parallel", "model", "trainer", "reshard", "checkpoint"},
     "vllm": {"rollout"},
     "math_verify": {"rewards"},
     "datasets": {"data"},

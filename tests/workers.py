@@ -208,7 +208,7 @@ def run_step(
                 snapshot = snapshot_tokens(minibatch, groups)
                 # Plain, so that the test's process need not import Megatron to read it.
                 tokens.append(snapshot and SimpleNamespace(**vars(snapshot)))
-                updates.append(trainer.update(minibatch))
+                updates.append(dataclasses.asdict(trainer.update(minibatch)))
         return {
             "updates": updates,
             "metrics": trainer.pop_metrics(),
@@ -324,7 +324,7 @@ def _break_trainer(breakage: str, groups: Any, patch: pytest.MonkeyPatch) -> Non
 
     def lose_number(self: Any, minibatch: Any) -> Any:
         metrics = update(self, minibatch)
-        return {**metrics, "loss": float("nan")} if groups.rank == 2 else metrics
+        return dataclasses.replace(metrics, loss=float("nan")) if groups.rank == 2 else metrics
 
     pack = ranks.pack
 
@@ -398,3 +398,66 @@ def run_sharded_logprobs(
     finally:
         dist.all_reduce = all_reduce
         dist.destroy_process_group()
+
+
+def run_megatron_load(config: Config, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, as Megatron reads it."""
+    with joined_world(config):
+        from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+        return {
+            key: value
+            for key, value in load_plain_tensors(str(checkpoint)).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def run_save_in_pieces(config: Config, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Save whole tensors with two ranks, as Megatron's pieces: the first holds the head of the
+    first row and some rows below, the other one the rest."""
+    with joined_world(config) as groups:
+        from megatron.core.dist_checkpointing import ShardedTensor
+        from megatron.core.dist_checkpointing.strategies.torch import (
+            MCoreSavePlanner,
+            mcore_to_pyt_state_dict,
+        )
+        from torch.distributed import checkpoint
+
+        state = {}
+        for key, tensor in tensors.items():
+            num_rows, width = len(tensor), tensor.shape[-1]
+            half, third = (1 + num_rows) // 2, width // 3
+            places = [(slice(0, third),), (slice(third, width),)]
+            if tensor.dim() == 2:
+                places = [
+                    *((slice(0, 1), *columns) for columns in places),
+                    (slice(1, half), slice(0, width)),
+                    (slice(half, num_rows), slice(0, width)),
+                ]
+            state[key] = [
+                ShardedTensor(
+                    key=key,
+                    data=tensor[place].contiguous(),
+                    dtype=tensor.dtype,
+                    local_shape=tuple(tensor[place].shape),
+                    global_shape=tuple(tensor.shape),
+                    global_offset=tuple(s.start for s in place),
+                    axis_fragmentations=None,
+                    replica_id=0,
+                )
+                for place in places[groups.rank :: 2]
+            ]
+        # `dist_checkpointing.save` would start a process, which a rank of the pool cannot.
+        checkpoint.save(
+            mcore_to_pyt_state_dict(state),
+            checkpoint_id=folder,
+            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+
+
+def run_save(config: Config, out: Path) -> None:
+    """Write the model that a config names as a Hugging Face folder."""
+    with joined_world(config) as groups:
+        from megatron_stapo.trainer.trainer import Trainer
+
+        Trainer(config, groups).weights.save(out)

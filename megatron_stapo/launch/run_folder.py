@@ -6,7 +6,7 @@ drops with the last process that carries it, so that no stale lock needs a human
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,12 +14,25 @@ LOCK_FILE = "stapo.lock"
 """Carries the process id of the launcher, for people; the flock is what counts."""
 
 
+ATTEMPTS_FOLDER = "attempts"
+"""What earlier attempts of a run wrote that went on."""
+
+_OF_AN_ATTEMPT = ("logs", "nemo_run", "metrics.jsonl", "summary.json", "curves.png", "stop")
+
+
 @contextmanager
-def claim_run_folder(run_dir: Path) -> Iterator[int]:
+def claim_run_folder(
+    run_dir: Path, goes_on: Callable[[Path], bool] = lambda run_dir: False
+) -> Iterator[int]:
     """Create the folder or take it over, and hold it until the block ends.
 
     What an earlier run left is moved to `<run_dir>.1`, or the next free number: a run that is
-    repeated by habit, as the demo is, neither fails nor destroys the one before.
+    repeated by habit, as the demo is, neither fails nor destroys the one before. Where this run
+    goes on from the earlier one, only what the earlier attempt's processes wrote is moved, to
+    `attempts/1` and so on.
+
+    Args:
+        goes_on: asked once the folder is held, whether this run is the earlier one's continuation.
 
     Yields:
         File descriptor of the lock; a process that inherits it holds the folder, too.
@@ -53,8 +66,21 @@ def claim_run_folder(run_dir: Path) -> Iterator[int]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        _set_earlier_run_aside(run_dir)
+        if goes_on(run_dir):
+            _set_earlier_attempt_aside(run_dir)
+        else:
+            _set_earlier_run_aside(run_dir)
         yield lock.fileno()
+
+
+def _set_earlier_attempt_aside(run_dir: Path) -> None:
+    number = 1
+    while (aside := run_dir / ATTEMPTS_FOLDER / str(number)).exists():
+        number += 1
+    aside.mkdir(parents=True)
+    for name in _OF_AN_ATTEMPT:
+        if (run_dir / name).exists():
+            (run_dir / name).rename(aside / name)
 
 
 def _set_earlier_run_aside(run_dir: Path) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_stapo.checkpoint.folder import replace_durably
+from megatron_stapo.checkpoint.stop import STOP_FILE, request_stop
 from megatron_stapo.config import Config, to_dict
 from megatron_stapo.launch.failure import describe_failure
 from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
@@ -26,6 +28,7 @@ from megatron_stapo.launch.tasks import LOGS_FOLDER, OUTCOME_FILE, Task
 from megatron_stapo.observability.progress import ProgressPrinter
 
 _POLL_S = 0.2
+_SUCCEEDED = "SUCCEEDED"  # torchx's name
 # NeMo-Run gives each of two tasks ten seconds between SIGTERM and SIGKILL.
 _STOP_TIMEOUT_S = 30.0
 
@@ -46,6 +49,9 @@ def launch(
     tasks: Sequence[Task],
     report: Callable[[Ending], str],
     notes: Sequence[str] = (),
+    *,
+    goes_on: Callable[[Path], bool] = lambda run_dir: False,
+    stop_timeout_s: float = 0.0,
 ) -> int:
     """Run the tasks, show their progress, and report.
 
@@ -54,17 +60,22 @@ def launch(
         tasks: of `build_tasks`; the run succeeds when the last one does.
         report: called at the end; what it returns is printed.
         notes: printed first, a line each.
+        goes_on: whether this run continues the one that the folder holds.
+        stop_timeout_s: seconds that the tasks have to save and end after a first signal.
 
     Returns:
-        Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM.
+        Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM or a stop file.
 
     Raises:
-        ValueError: the run folder is in use, or not a run's. Nothing was started.
+        ValueError: the run folder is in use, or not a run's, or goes_on refuses it. Nothing was
+            started.
     """
     run_dir = Path(config.run_dir)
-    with claim_run_folder(run_dir) as lock, _record_signals() as received:
+    with claim_run_folder(run_dir, goes_on) as lock, _record_signals() as received:
         (run_dir / LOGS_FOLDER).mkdir()
-        (run_dir / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        replace_durably(
+            run_dir / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode()
+        )
         start_s = time.monotonic()
         progress = ProgressPrinter(run_dir, config.num_steps)
         names = " and ".join(
@@ -74,14 +85,20 @@ def launch(
         for note in notes:
             print(note)
         print(f"starting {names}; logs in {run_dir / LOGS_FOLDER}/", flush=True)
-        experiment_exit_code = _run_experiment(tasks, run_dir, lock, received, progress)
+        experiment_exit_code = _run_experiment(
+            tasks, run_dir, lock, received, progress, stop_timeout_s
+        )
         outcome = _read_outcome(run_dir)
         status: Literal["finished", "failed", "interrupted"]
-        if outcome and outcome.get(tasks[-1].name, {}).get("state") == "SUCCEEDED":
+        # A run that comes to its end takes the wish to stop back.
+        was_stopped = (run_dir / STOP_FILE).exists()
+        has_succeeded = bool(outcome) and outcome.get(tasks[-1].name, {}).get("state") == _SUCCEEDED
+        if has_succeeded and not was_stopped:
             status, reason, exit_code = "finished", "", 0
-        elif received:
-            name = signal.Signals(received[0]).name
-            status, reason, exit_code = "interrupted", f"stopped by {name}.", 128 + received[0]
+        elif received or has_succeeded:
+            signum = received[0] if received else signal.SIGTERM
+            who = signal.Signals(signum).name if received else str(run_dir / STOP_FILE)
+            status, reason, exit_code = "interrupted", f"stopped by {who}.", 128 + signum
             print(f"stapo: {reason}", file=sys.stderr)
         else:
             status, exit_code = "failed", 1
@@ -113,6 +130,7 @@ def _run_experiment(
     lock: int,
     received: Sequence[int],
     progress: ProgressPrinter,
+    stop_timeout_s: float,
 ) -> int:
     """Run the experiment's process to its end, or to the end that a signal asks for.
 
@@ -139,14 +157,27 @@ def _run_experiment(
         while experiment.poll() is None and not received:
             progress.print_new()
             time.sleep(_POLL_S)
-        if experiment.poll() is None:
-            print("stopping; a second signal stops at once", flush=True)
-            experiment.terminate()
-            deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+
+        def wait_for_end(timeout_s: float) -> None:
+            deadline_s = time.monotonic() + timeout_s
             while (
                 experiment.poll() is None and len(received) == 1 and time.monotonic() < deadline_s
             ):
+                progress.print_new()
                 time.sleep(_POLL_S)
+
+        # Before a step has ended there is nothing to save.
+        if experiment.poll() is None and stop_timeout_s and progress.num_steps_shown:
+            print(
+                f"saving, for at most {stop_timeout_s:.0f} s; a second signal stops at once",
+                flush=True,
+            )
+            request_stop(run_dir, signal.Signals(received[0]).name)
+            wait_for_end(stop_timeout_s)
+        if experiment.poll() is None:
+            print("stopping; a second signal stops at once", flush=True)
+            experiment.terminate()
+            wait_for_end(_STOP_TIMEOUT_S)
         progress.print_new()
     finally:
         kill_descendants()

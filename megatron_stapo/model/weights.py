@@ -5,31 +5,26 @@ walks the table in the same order, so the collectives of `HfWeights.stream` matc
 negotiation.
 """
 
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from megatron_stapo.parallel.groups import Groups
-
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
+from megatron_stapo.model.hf_folder import (
+    copy_companions,
+    find_tensor_files,
+    read_tensor,
+    set_dtype,
+    write_tensors,
 )
-"""What a Hugging Face folder holds beside its tensors."""
+
+if TYPE_CHECKING:
+    # It imports Megatron, which the names, `shard` and `merge` do without.
+    from megatron_stapo.parallel.groups import Groups
 
 Layout = Literal["replicated", "rows", "columns", "qkv", "gate_up", "whole_gate_up"]
 
@@ -177,6 +172,38 @@ def merge(
     return [torch.cat(part) for part in parts]
 
 
+@dataclass(frozen=True)
+class Block:
+    """Whole rows of a rank's parameter, and where they lie in the parameter of the whole model."""
+
+    first_row: int
+    num_rows: int
+    offset: tuple[int, ...]
+
+
+def locate(pair: WeightPair, tp_rank: int, tp_size: int) -> tuple[tuple[int, ...], list[Block]]:
+    """Say where the rows that `shard` cuts out lie in what it gives for one rank alone.
+
+    Returns:
+        Shape of the whole parameter; the rank's rows, in blocks that are together there and here.
+    """
+    num_rows = sum(shape[0] for shape in pair.hf_shapes)
+    shape = (num_rows, *pair.hf_shapes[0][1:])
+    zeros = (0,) * (len(shape) - 1)
+    if pair.layout not in _CUT:
+        return shape, [Block(0, num_rows, (0, *zeros))]
+    if pair.layout == "columns":
+        return shape, [Block(0, num_rows, (0, tp_rank * shape[1] // tp_size))]
+    # The halves of gate_up lie apart in the whole.
+    num_parts = 2 if pair.layout == "gate_up" else 1
+    part = num_rows // num_parts
+    mine = part // tp_size
+    return shape, [
+        Block(number * mine, mine, (number * part + tp_rank * mine, *zeros))
+        for number in range(num_parts)
+    ]
+
+
 class HfWeights:
     """The weights of a model in this rank's chunks, by their Hugging Face names."""
 
@@ -185,7 +212,7 @@ class HfWeights:
         chunks: Sequence[torch.nn.Module],
         path: str,
         model_json: dict[str, Any],
-        groups: Groups,
+        groups: "Groups",
     ) -> None:
         """Args: chunks and groups of this rank; path, the model's folder.
 
@@ -195,6 +222,10 @@ class HfWeights:
         self._json = model_json
         self._groups = groups
         self._table = build_weight_table(model_json)
+        self._pairs = {pair.name: pair for pair in self._table}
+        if model_json["tie_word_embeddings"]:
+            # The last stage has a copy of the embedding as its head.
+            self._pairs["output_layer.weight"] = self._pairs["embedding.word_embeddings.weight"]
         self._parameters = _name_parameters(chunks, groups, model_json.get("num_experts", 0))
         holdings: list[Any] = [None] * groups.world_size
         dist.all_gather_object(holdings, list(self._parameters))
@@ -213,14 +244,10 @@ class HfWeights:
             ValueError: a tensor is missing or has another shape, or a parameter was not filled.
         """
         files = find_tensor_files(self._path)
-        pairs = {pair.name: pair for pair in self._table}
-        if self._json["tie_word_embeddings"]:
-            # The last stage has a copy of the embedding as its head.
-            pairs["output_layer.weight"] = pairs["embedding.word_embeddings.weight"]
         for name, parameter in self._parameters.items():
-            if name not in pairs:
+            if name not in self._pairs:
                 raise ValueError(f"model.path={self._path}: no tensor for the parameter {name}.")
-            pair = pairs[name]
+            pair = self._pairs[name]
             tensors = [
                 read_tensor(files, self._path, hf_name, shape)
                 for hf_name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
@@ -233,10 +260,17 @@ class HfWeights:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
         """This rank's parameters by their names over the whole model, and whether tensor
         parallelism cuts them."""
-        layouts = {pair.name: pair.layout for pair in self._table}
         for name, parameter in self._parameters.items():
-            # The copy of a tied head is not in the table; it is cut as the embedding is.
-            yield name, parameter, layouts.get(name, "rows") in _CUT
+            yield name, parameter, self.find_pair(name).layout in _CUT
+
+    def find_pair(self, name: str) -> WeightPair:
+        """The weight of a parameter of `named_parameters`; the copy of a tied head is the
+        embedding."""
+        return self._pairs[name]
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the part of a parameter that this rank holds."""
+        return tuple(self._parameters[name].shape)
 
     def stream(
         self, read: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
@@ -282,19 +316,19 @@ class HfWeights:
     def save(self, out: Path) -> None:
         """Write a Hugging Face folder, with the files beside the tensors of the one it came from.
 
-        Called by every rank; rank 0 writes. The tensors go into one file.
+        Called by every rank; rank 0 writes, and holds one file's tensors at a time.
 
         Communicates: as `stream`.
         """
-        # A clone, because a tensor of one rank is a view of the live parameter.
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.stream()}
+        tensors = self.stream()
         if self._groups.rank != 0:
+            for _ in tensors:  # nothing but the sends
+                pass
             return
-        out.mkdir(parents=True, exist_ok=True)
-        for pattern in _COMPANIONS:
-            for file in Path(self._path).glob(pattern):
-                shutil.copyfile(file, out / file.name)
-        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        copy_companions(Path(self._path), out)
+        dtype = next(iter(self._parameters.values())).dtype
+        set_dtype(out, str(dtype).removeprefix("torch."))
+        write_tensors(out, tensors)
 
 
 # Transformer Engine's names, which fuse a norm into the projection after it, for the local spec's.
@@ -305,7 +339,7 @@ _LOCAL_NAMES = {
 
 
 def _name_parameters(
-    chunks: Sequence[torch.nn.Module], groups: Groups, num_experts: int
+    chunks: Sequence[torch.nn.Module], groups: "Groups", num_experts: int
 ) -> dict[str, torch.nn.Parameter]:
     """Number layers and experts over the whole model, whatever chunk and rank hold them."""
     first_expert = groups.ep_rank * (num_experts // groups.ep_size)
@@ -325,45 +359,3 @@ def _name_parameters(
                 name = f"decoder.layers.{layer}.{rest}"
             named[name] = parameter
     return named
-
-
-def find_tensor_files(path: str) -> dict[str, Path]:
-    """Map every tensor name of the folder to its file.
-
-    Raises:
-        ValueError: the folder has no safetensors.
-    """
-    index = Path(path) / "model.safetensors.index.json"
-    if index.is_file():
-        return {
-            name: Path(path) / file
-            for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
-    file = Path(path) / "model.safetensors"
-    if not file.is_file():
-        raise ValueError(
-            f"model.path={path}: has neither model.safetensors nor model.safetensors.index.json; "
-            "give a folder with safetensors weights."
-        )
-    with safe_open(file, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), file)
-
-
-def read_tensor(
-    files: dict[str, Path], path: str, name: str, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """Read one tensor of a folder.
-
-    Raises:
-        ValueError: it is missing or has another shape.
-    """
-    if name not in files:
-        raise ValueError(f"model.path={path}: has no tensor {name}, which config.json asks for.")
-    with safe_open(files[name], framework="pt") as tensors:
-        tensor = tensors.get_tensor(name)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"model.path={path}: tensor {name} has shape {tuple(tensor.shape)}, but config.json "
-            f"asks for {shape}."
-        )
-    return tensor

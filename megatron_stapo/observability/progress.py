@@ -56,15 +56,18 @@ class ProgressPrinter:
         self._follower = MetricsFollower(run_dir)
         self._num_steps = num_steps
         self._start_s = time.time()
-        self._num_rows = 0
+        self.num_steps_shown = 0
+        """Steps that have ended since this was made."""
 
     def print_new(self) -> None:
         """Print the records that are new since the last call."""
         for record in self._follower.read_new():
+            if record["time"] < self._start_s:
+                continue  # of the attempt that this run goes on from
             if "step" in record:
-                if self._num_rows % _ROWS_PER_HEADING == 0:
+                if self.num_steps_shown % _ROWS_PER_HEADING == 0:
                     print(format_heading())
-                self._num_rows += 1
+                self.num_steps_shown += 1
                 print(format_step(record, self._num_steps), flush=True)
             else:
                 print(

@@ -18,13 +18,28 @@ TENSORBOARD_FOLDER = "tensorboard"
 class RunLog:
     """Appends a run's steps and events to its folder."""
 
-    def __init__(self, run_dir: str | Path) -> None:
-        """Open the files of the run folder, which exists."""
+    def __init__(self, run_dir: str | Path, history: bytes = b"") -> None:
+        """Open the files of the run folder, which exists.
+
+        Args:
+            history: lines of metrics.jsonl up to the step that a resumed run starts from; they take
+                the place of what the file holds.
+        """
         # Imported here because it brings torch, which the readers of a run do without.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._file = open(Path(run_dir) / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
-        self._tensorboard = SummaryWriter(str(Path(run_dir) / TENSORBOARD_FOLDER))
+        self._path = Path(run_dir) / METRICS_FILE
+        purge_step = None
+        if history:
+            # In one move, so that a crash here leaves the one or the other.
+            partial = self._path.with_name(METRICS_FILE + ".partial")
+            partial.write_bytes(history)
+            partial.replace(self._path)
+            purge_step = max((r["step"] for r in self.read() if "step" in r), default=0) + 1
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        self._tensorboard = SummaryWriter(
+            str(Path(run_dir) / TENSORBOARD_FOLDER), purge_step=purge_step
+        )
 
     def log_step(
         self, step: int, metrics: dict[str, float | None], seconds: dict[str, float]
@@ -50,6 +65,14 @@ class RunLog:
         and after_steps. The console shows an event by its name and values.
         """
         self._write({"event": name, "time": time.time(), **values})
+
+    def read_bytes(self) -> bytes:
+        """What metrics.jsonl holds."""
+        return self._path.read_bytes()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl."""
+        return [json.loads(line) for line in self.read_bytes().splitlines()]
 
     def close(self) -> None:
         """Close both records."""

@@ -4,10 +4,12 @@ Everything else receives a `Groups`; no other function asks a global which rank 
 """
 
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -71,7 +73,7 @@ def init_distributed(config: ParallelConfig, seed: int) -> Groups:
 
     Args:
         config: sizes and device; their product must be torchrun's world size.
-        seed: of Megatron's random states.
+        seed: of the random states of torch, Python, numpy and Megatron. Training draws from none.
 
     Communicates: makes the default group and Megatron's groups; an all-gather over all ranks.
 
@@ -106,6 +108,9 @@ def init_distributed(config: ParallelConfig, seed: int) -> Groups:
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=config.timeout_s / 60,
     )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -137,23 +142,36 @@ def init_distributed(config: ParallelConfig, seed: int) -> Groups:
     )
 
 
-def fail_together(error: str | None, groups: Groups) -> None:
-    """Raise on every rank if any rank has an error.
+def agree(error: str | None, groups: Groups) -> str | None:
+    """Tell every rank what went wrong on any.
 
     Args:
         error: what went wrong on this rank, or None.
 
+    Returns:
+        The first rank's error, with the rank's coordinates; None where no rank has one.
+
     Communicates: an all-reduce of one integer over all ranks; on failure an all-gather.
+    """
+    failed = torch.tensor(int(error is not None), device=groups.device)
+    dist.all_reduce(failed)
+    if not failed.item():
+        return None
+    errors: list[str | None] = [None] * groups.world_size
+    dist.all_gather_object(errors, error and f"{groups}: {error}")
+    return next(e for e in errors if e)
+
+
+def fail_together(error: str | None, groups: Groups) -> None:
+    """Raise on every rank if any rank has an error.
+
+    Args and communication: as `agree`.
 
     Raises:
         RuntimeError: the first rank's error, with the rank's coordinates.
     """
-    failed = torch.tensor(int(error is not None), device=groups.device)
-    dist.all_reduce(failed)
-    if failed.item():
-        errors: list[str | None] = [None] * groups.world_size
-        dist.all_gather_object(errors, error and f"{groups}: {error}")
-        raise RuntimeError(next(e for e in errors if e))
+    if agreed := agree(error, groups):
+        raise RuntimeError(agreed)
 
 
 def destroy_distributed() -> None:

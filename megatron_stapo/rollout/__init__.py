@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """An inference engine as rank 0 of the trainer sees it.
 
-    It starts with the weights of model.path, as policy version 0.
+    It starts with the weights of model.path, as policy version 0. Its maker may give it an on_wait,
+    which `generate` calls every second or oftener while it waits, and which may raise to abandon
+    the call; the engine then serves on.
     """
 
     def generate(

@@ -18,14 +18,21 @@ from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 class TransformersEngine:
     """A second copy of the model, on the trainer's device."""
 
-    def __init__(self, config: Config, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        stop_token_ids: Sequence[int],
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         """Load model.path.
 
         Args:
             config: of the run.
             stop_token_ids: tokens that end a response.
+            on_wait: see `Engine`.
         """
         self._config = config
+        self._on_wait = on_wait
         self._device = torch.device(config.parallel.device)
         self._stop_token_ids = torch.tensor(stop_token_ids, device=self._device)
         self._policy_version = 0
@@ -106,6 +113,7 @@ class TransformersEngine:
         cache = None
         steps: list[tuple[torch.Tensor, torch.Tensor]] = []
         while is_open_B.any() and len(steps) < sampling.max_response_tokens:
+            self._on_wait()
             output = self._model(
                 input_ids=token_ids,
                 attention_mask=attention_mask,

@@ -48,22 +48,33 @@ _MIN_CONNECTIONS = 256
 _HEALTH_INTERVAL_S = 2.0
 """Between two looks at the server's health during a call."""
 
+_WAIT_S = 0.5
+"""Longest time between two calls of on_wait."""
+
 
 class VllmEngine:
     """One vLLM server, of any tensor parallel size."""
 
-    def __init__(self, config: Config, url: str, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        url: str,
+        stop_token_ids: Sequence[int],
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wait until the server answers.
 
         Args:
             config: the one that the server's arguments were built from.
             url: the server's address, http://host:port.
             stop_token_ids: tokens that end a response.
+            on_wait: see `Engine`.
 
         Raises:
             RuntimeError: no answer within rollout.start_timeout_s.
         """
         self._config = config
+        self._on_wait = on_wait
         self._url = url.rstrip("/")
         self._stop_token_ids = list(stop_token_ids)
         self._vocab_size = load_model_json(config.model.path)["vocab_size"]
@@ -129,6 +140,7 @@ class VllmEngine:
                 for prompt in prompts
             ],
             take,
+            self._on_wait,
         )
 
     def update_weights(
@@ -222,17 +234,20 @@ class VllmEngine:
         path: str,
         payloads: Sequence[Any],
         take: Callable[[int, Any], Any] = lambda index, answer: answer,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """POST the payloads side by side and return what take makes of the answers, in their order.
 
         Args:
             take: called with a payload's index and its answer as soon as that is there.
+            on_wait: called while answers are waited for. What it raises gives the calls up: the
+                server notices the closed connections and ends what it was sampling.
 
         Raises:
             RuntimeError: no answer, or an error; says what the trainer was doing.
         """
         try:
-            return asyncio.run(self._send_all(path, payloads, take))
+            return asyncio.run(self._send_all(path, payloads, take, on_wait))
         except aiohttp.ClientResponseError as error:
             raise RuntimeError(
                 f"vLLM engine at {self._url} refused {error.request_info.url.path} during {doing}: "
@@ -245,7 +260,11 @@ class VllmEngine:
             ) from error
 
     async def _send_all(
-        self, path: str, payloads: Sequence[Any], take: Callable[[int, Any], Any]
+        self,
+        path: str,
+        payloads: Sequence[Any],
+        take: Callable[[int, Any], Any],
+        on_wait: Callable[[], None],
     ) -> list[Any]:
         timeout_s = self._config.rollout.request_timeout_s
         # Enough to keep the engine full. A connection more is a file more, on both ends.
@@ -260,7 +279,11 @@ class VllmEngine:
             answers = asyncio.gather(*(ask(*item) for item in enumerate(payloads)))
             # The server leaves calls unanswered when the process that holds the model dies.
             health = asyncio.create_task(self._watch_health(timeout_s))
-            await asyncio.wait([answers, health], return_when=asyncio.FIRST_COMPLETED)
+            while not (answers.done() or health.done()):
+                await asyncio.wait(
+                    [answers, health], timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                on_wait()
             if not answers.done():
                 answers.cancel()
                 await health

@@ -5,6 +5,7 @@ the counts of all data-parallel ranks and divides the gradients once. Nothing he
 gradient.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron_stapo.trainer.head import run_model
 from megatron_stapo.trainer.loss import compute_loss
 from megatron_stapo.trainer.masks import MaskAssigner, Phase
 from megatron_stapo.trainer.metrics import StepSums
-from megatron_stapo.types import Microbatch, Minibatch
+from megatron_stapo.types import Microbatch, Minibatch, Update
 
 
 class Trainer:
@@ -42,6 +43,8 @@ class Trainer:
         self.groups = groups
         self.num_updates = 0
         """Optimizer steps taken."""
+        self.num_skipped_in_a_row = 0
+        """Updates left out since the last one that was taken."""
         self.sums = StepSums()
         chunks = build_model(config.model, config.parallel, groups)
         self.weights = HfWeights(
@@ -124,34 +127,40 @@ class Trainer:
             dist.broadcast(count, src=last, group=self.groups.pp_group)
             self.balance.set_load(minibatch.expert_counts_LE, int(count))
 
-    def update(self, minibatch: Minibatch) -> dict[str, float]:
+    def update(self, minibatch: Minibatch) -> Update:
         """Take one optimizer step on the tokens of loss_mask_T.
 
-        Mutates: the weights, the optimizer, num_updates, the step's sums.
+        Where the loss or a gradient is not finite on any rank, every rank leaves the step out: the
+        weights, the moments and the learning rate stay as they are.
+
+        Mutates: the weights, the optimizer, num_updates, num_skipped_in_a_row, the step's sums.
 
         Returns:
-            loss: the weighted sum over all trained tokens of all ranks / their number; grad_norm:
-            before clipping; lr. The same on every rank.
+            The same on every rank.
 
-        Raises:
-            RuntimeError: a gradient is not finite; no weight has changed.
+        Communicates: Megatron's schedule, reductions and clipping; an all-reduce of two doubles and
+            one of an integer over all ranks.
         """
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        lr = self._compute_lr()
         for group in self.optimizer.param_groups:
-            group["lr"] = self._compute_lr()
-        algorithm = self.config.algorithm
-        outputs = self._run_schedule(
-            minibatch,
-            lambda streams, m: compute_loss(streams[0], m, algorithm, self.sums),
-            forward_only=False,
-        )
+            group["lr"] = lr
+
+        def compute(streams: torch.Tensor, m: Microbatch) -> tuple[torch.Tensor, ...]:
+            m.trained_logprobs_T = streams[0].detach()
+            return compute_loss(streams[0], m, self.config.algorithm, self.sums)
+
+        outputs = self._run_schedule(minibatch, compute, forward_only=False)
         loss = self._reduce_loss(outputs)
+        if not self._is_finite(loss):
+            self.num_skipped_in_a_row += 1
+            return Update(loss=loss, grad_norm=math.nan, lr=lr, is_skipped=True)
         _, grad_norm, _ = self.optimizer.step()
-        metrics = {"loss": loss, "grad_norm": float(grad_norm), "lr": self._compute_lr()}
         self.num_updates += 1
-        return metrics
+        self.num_skipped_in_a_row = 0
+        return Update(loss=loss, grad_norm=float(grad_norm), lr=lr, is_skipped=False)
 
     def pop_metrics(self) -> dict[str, float]:
         """Reduce the step's sums over all ranks and start anew. Same result on every rank."""
@@ -245,6 +254,18 @@ class Trainer:
         dist.all_reduce(total)
         return (total[0] / total[1].clamp(min=1)).item()
 
+    def _is_finite(self, loss: float) -> bool:
+        """Whether the loss and the gradients that this rank has reduced are finite, on all ranks.
+
+        The largest entry tells, and needs no memory; a norm of squares could overflow.
+        """
+        buffers = [b for ddp in self.ddp for b in [*ddp.buffers, *ddp.expert_parallel_buffers]]
+        largest = [torch.linalg.vector_norm(b.grad_data, ord=math.inf) for b in buffers]
+        is_finite = math.isfinite(loss) and bool(torch.stack(largest).isfinite().all())
+        num_broken = torch.tensor(int(not is_finite), device=self.groups.device)
+        dist.all_reduce(num_broken)
+        return not num_broken.item()
+
     def _compute_lr(self) -> float:
         """Learning rate of the next update: linear warm-up, the full rate from its end on."""
         optimizer = self.config.optimizer
@@ -265,7 +286,8 @@ def _wrap_ddp(chunk: torch.nn.Module, number: int) -> DistributedDataParallel:
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             average_in_collective=False,
-            check_for_nan_in_grad=True,
+            # Trainer.update looks for it, and leaves the step out instead of ending the run.
+            check_for_nan_in_grad=False,
         ),
         Float16Module(config, chunk) if config.bf16 else chunk,
         # As Megatron does: later chunks gain nothing from buckets.

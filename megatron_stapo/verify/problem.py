@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from megatron_stapo.algo.advantage import compute_group_advantages
 from megatron_stapo.algo.token_mask import compute_uniforms
 from megatron_stapo.config import Config, load_model_json
-from megatron_stapo.model.weights import build_weight_table, find_tensor_files, read_tensor
+from megatron_stapo.model.hf_folder import find_tensor_files, read_tensor
+from megatron_stapo.model.weights import build_weight_table
 from megatron_stapo.types import Minibatch, Prompt, Rollout, RolloutGroup
 from megatron_stapo.verify.reduce import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 

@@ -53,8 +53,8 @@ def verify(config: Config, groups: Groups) -> tuple[list[Row], dict[str, Any]] |
     result = RankResult(
         name=str(groups),
         tokens=snapshot_tokens(minibatch, groups),
-        loss=update["loss"],
-        grad_norm=update["grad_norm"],
+        loss=update.loss,
+        grad_norm=update.grad_norm,
         weight_digests=_digest_weights(trainer, groups),
     )
     results: list[Any] | None = [None] * groups.world_size if groups.rank == 0 else None

@@ -1,12 +1,14 @@
 """The Megatron model against transformers' Qwen3, in every tensor- and pipeline-parallel layout."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.layouts import Layout
 from tests.tiny_model import VOCAB_SIZE
-from tests.workers import build_config, run_logits, run_round_trip
+from tests.workers import build_config, run_logits, run_round_trip, run_save
 
 pytestmark = pytest.mark.distributed
 
@@ -83,3 +85,23 @@ def test_round_trip_is_bit_equal(rank_pool, tiny_models, layout, dtype):
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor.to(getattr(torch, dtype))), name
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+def test_a_saved_model_loads_in_the_dtype_that_it_trained_in(
+    rank_pool, tiny_models, layout, tmp_path
+):
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_models[layout.model]
+    config = layout.build_config(source, model__dtype="bfloat16")
+    rank_pool.run(run_save, config.parallel.world_size, config, tmp_path / "out")
+    theirs = load_file(source / "model.safetensors")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor.bfloat16()), name
+    model_json = json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        **model_json,
+        "dtype": "bfloat16",
+    }

@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -83,9 +84,23 @@ def test_the_heading_comes_again_every_twenty_steps(
     printer = ProgressPrinter(tmp_path, num_steps=21)
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 22):
-            file.write(json.dumps(STEP | {"step": step}) + "\n")
+            file.write(json.dumps(STEP | {"step": step, "time": time.time()}) + "\n")
             file.flush()
             printer.print_new()
     lines = capsys.readouterr().out.splitlines()
     assert [n for n, line in enumerate(lines) if line == format_heading()] == [0, 21]
     assert len(lines) == 23
+
+
+def test_what_an_earlier_attempt_recorded_is_not_printed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [STEP | {"step": 1, "time": time.time() - 60}]
+    printer = ProgressPrinter(tmp_path, num_steps=4)
+    records += [{"event": "going_on", "time": time.time()}, STEP | {"step": 2, "time": time.time()}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    printer.print_new()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("going on")
+    assert [line.split()[0] for line in lines[2:]] == ["2/4"]
+    assert printer.num_steps_shown == 1

@@ -1,0 +1,328 @@
+"""Writes checkpoints beside training: stage, write in a thread, publish once every rank is done.
+
+A save stops training only while each rank copies what it owns, 12 bytes for each of its parameters.
+A thread writes the copy, waits for the disk and takes the checksums; the ranks look at the end of
+every step whether all are done, and then rank 0 publishes. Writing is Megatron's distributed
+checkpointing. Its own last part would hang the other ranks where rank 0's disk is full, so the
+ranks agree on every outcome here.
+"""
+
+import json
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from megatron_stapo.checkpoint.folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    METRICS_FILE,
+    STATE_FILE,
+    DriverState,
+    TrainerState,
+    digest_file,
+    format_state,
+    list_checkpoints,
+    name_checkpoint,
+    name_partial,
+    parse_step,
+    prune,
+    publish,
+    read_versions,
+    remove_partial,
+    write_durably,
+)
+from megatron_stapo.checkpoint.rollouts import remove_rollouts
+from megatron_stapo.checkpoint.state import (
+    build_optimizer_state,
+    build_random_states,
+    read_optimizer_step,
+)
+from megatron_stapo.config import Config, to_dict
+from megatron_stapo.parallel.groups import agree
+from megatron_stapo.trainer.trainer import Trainer
+
+_MAX_FAILURES = 3
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """A checkpoint that is being written."""
+
+    checkpoint: Path
+    num_steps_done: int
+    writer: Any
+    """Megatron's, with this rank's plan."""
+    global_metadata: Any
+    """Rank 0's."""
+    thread: threading.Thread
+    digests: dict[str, dict[str, Any]]
+    """Of this rank's files; the thread fills it."""
+    errors: list[str]
+    """Likewise."""
+    stall_s: float
+    start_s: float
+
+
+class Checkpointer:
+    """The checkpoints of one run. Every rank calls every method, at the same points."""
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        num_steps_done: int,
+        read_driver: Callable[[], DriverState] | None,
+        log_event: Callable[..., None] | None,
+    ) -> None:
+        """Remove what an earlier save has left unfinished.
+
+        Args:
+            num_steps_done: of the checkpoint that the run starts from; 0 without one.
+            read_driver: rank 0's; None elsewhere.
+            log_event: rank 0's `RunLog.log_event`; None elsewhere.
+        """
+        self._config = config
+        self._trainer = trainer
+        self._groups = trainer.groups
+        self._run_dir = Path(config.run_dir)
+        self._save: _Save | None = None
+        self._num_steps_saved = num_steps_done
+        self._num_failures = 0
+        self._last_failure = ""
+        self._read_driver = read_driver
+        self._log_event = log_event
+        if read_driver is not None:
+            remove_partial(self._run_dir)
+
+    def poll(self) -> None:
+        """Publish what is written on every rank.
+
+        Communicates and Raises: as `after_step`.
+        """
+        self._publish_if_written(wait=False)
+
+    def after_step(self, num_steps_done: int) -> None:
+        """Publish what is written, and begin the next checkpoint if it is due.
+
+        Communicates: an all-reduce of an integer, and what a save or a publication takes.
+
+        Raises:
+            RuntimeError: the third save in a row has failed; on every rank.
+        """
+        self.poll()
+        is_due = num_steps_done % self._config.checkpoint.interval_steps == 0
+        if is_due or num_steps_done == self._config.num_steps or self._num_failures:
+            self.save(num_steps_done)
+
+    def save(self, num_steps_done: int) -> None:
+        """Begin to write a checkpoint, after the one before it is published.
+
+        Raises: as `after_step`.
+        """
+        self._publish_if_written(wait=True)
+        if num_steps_done == self._num_steps_saved:
+            return
+        start_s = time.perf_counter()
+        checkpoint = name_checkpoint(self._run_dir, num_steps_done)
+        partial = name_partial(checkpoint)
+        error = None
+        if self._read_driver is not None:
+            try:
+                if partial.exists():
+                    shutil.rmtree(partial)
+                partial.mkdir(parents=True)
+            except OSError as refused:
+                error = f"{partial} cannot be made ({refused.strerror})"
+        if error := agree(error, self._groups):
+            self._take_failure(num_steps_done, error)
+            return
+        state: ShardedStateDict = {
+            **build_optimizer_state(self._trainer),
+            **build_random_states(self._groups, with_data=True),
+        }
+        for piece in state.values():
+            if isinstance(piece.data, torch.Tensor):
+                # Training goes on while the copy is written.
+                piece.data = piece.data.detach().to("cpu", copy=True)
+        # A thread writes, so its results need no server process between them.
+        filesystem_async._results_queue = queue.Queue()
+        strategy = _PlanOnly()
+        dist_checkpointing.save(
+            state,
+            str(partial),
+            strategy,
+            # It would gather every rank's keys, to check what an irregular grid leaves unchecked.
+            validate_access_integrity=False,
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
+        files: dict[str, bytes] = {}
+        if self._read_driver is not None:
+            files = self._build_files(num_steps_done, self._read_driver())
+        digests: dict[str, dict[str, Any]] = {}
+        errors: list[str] = []
+        thread = threading.Thread(
+            target=_write, args=(strategy.writer, partial, files, digests, errors)
+        )
+        thread.start()
+        self._save = _Save(
+            checkpoint=checkpoint,
+            num_steps_done=num_steps_done,
+            writer=strategy.writer,
+            global_metadata=strategy.global_metadata,
+            thread=thread,
+            digests=digests,
+            errors=errors,
+            stall_s=time.perf_counter() - start_s,
+            start_s=start_s,
+        )
+
+    def finish(self) -> None:
+        """Wait until the last save is published.
+
+        Raises:
+            RuntimeError: it failed; on every rank.
+        """
+        self._publish_if_written(wait=True)
+        if self._num_failures:
+            raise RuntimeError(f"the last checkpoint was not written: {self._last_failure}")
+
+    def _build_files(self, num_steps_done: int, driver: DriverState) -> dict[str, bytes]:
+        """What rank 0 writes beside tensors, by file name."""
+        trainer = self._trainer
+        state = TrainerState(
+            num_steps_done=num_steps_done,
+            num_updates=trainer.num_updates,
+            num_skipped_in_a_row=trainer.num_skipped_in_a_row,
+            optimizer_step=read_optimizer_step(trainer),
+            stream_position=driver.stream_position,
+            dtype=self._config.model.dtype,
+            world_size=self._groups.world_size,
+            versions=read_versions(),
+        )
+        return {
+            STATE_FILE: format_state(state),
+            CONFIG_FILE: (json.dumps(to_dict(self._config), indent=2) + "\n").encode(),
+            METRICS_FILE: driver.metrics,
+        }
+
+    def _publish_if_written(self, *, wait: bool) -> None:
+        save = self._save
+        if save is None:
+            return
+        if not wait:
+            is_writing = torch.tensor(int(save.thread.is_alive()), device=self._groups.device)
+            dist.all_reduce(is_writing)
+            if is_writing.item():
+                return
+        save.thread.join()
+        self._save = None
+        error = self._publish(save)
+        if error:
+            if self._groups.rank == 0:
+                shutil.rmtree(name_partial(save.checkpoint), ignore_errors=True)
+            self._take_failure(save.num_steps_done, error)
+            return
+        self._num_failures = 0
+        self._num_steps_saved = save.num_steps_done
+        if self._log_event is not None and self._read_driver is not None:
+            checkpoint = self._config.checkpoint
+            # As of now: the evaluation of this step may have ended since.
+            accuracies = self._read_driver().accuracies
+            prune(self._run_dir, checkpoint.keep_last, checkpoint.keep_best, accuracies)
+            # The older ones that are kept may be gone on from, should the newest be damaged.
+            oldest = list_checkpoints(self._run_dir)[-checkpoint.keep_last :][0]
+            remove_rollouts(self._run_dir, parse_step(oldest) or 0)
+            self._log_event(
+                "checkpoint",
+                after_steps=save.num_steps_done,
+                stall_s=save.stall_s,
+                seconds=time.perf_counter() - save.start_s,
+            )
+
+    def _publish(self, save: _Save) -> str | None:
+        """Returns what failed, on any rank; None once the checkpoint is published."""
+        parts: list[Any] = [None] * self._groups.world_size
+        part = (save.errors, save.digests, save.writer.retrieve_write_results())
+        dist.all_gather_object(parts, part)
+        for rank, (errors, _, results) in enumerate(parts):
+            if errors or not isinstance(results, list):
+                return f"rank {rank}: {errors[0] if errors else results[0]}"
+        error = None
+        if self._groups.rank == 0:
+            partial = name_partial(save.checkpoint)
+            try:
+                save.writer.finish(save.global_metadata, [results for _, _, results in parts])
+                save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+                digests = {name: d for _, part, _ in parts for name, d in part.items()}
+                for name in (".metadata", "metadata.json"):
+                    digests[name] = digest_file(partial / name)
+                publish(partial, save.checkpoint, digests)
+            except OSError as refused:
+                error = f"{partial}: {refused.strerror}"
+        return agree(error, self._groups)
+
+    def _take_failure(self, num_steps_done: int, error: str) -> None:
+        """Go on without this checkpoint: the next step tries again, and the last ones are there."""
+        self._num_failures += 1
+        self._last_failure = error
+        if self._log_event is not None:
+            self._log_event("checkpoint_failed", value=error, after_steps=num_steps_done)
+        if self._num_failures == _MAX_FAILURES:
+            raise RuntimeError(
+                f"{_MAX_FAILURES} checkpoints in a row were not written, the last one because of "
+                f"{error}. {self._run_dir / CHECKPOINTS_FOLDER} keeps the earlier ones; make room "
+                "or repair the disk, and give the same command to go on from the newest."
+            )
+
+
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Megatron's plan of who writes what; writing and the end are ours."""
+
+    writer: Any
+    global_metadata: Any
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any, async_strategy: str
+    ) -> AsyncRequest:
+        self.writer = writer
+        self.global_metadata = save_state_dict_ret[1]
+        return AsyncRequest(None, (), [])
+
+
+def _write(
+    writer: Any,
+    partial: Path,
+    files: dict[str, bytes],
+    digests: dict[str, dict[str, Any]],
+    errors: list[str],
+) -> None:
+    """Write this rank's part, wait for the disk, take the checksums. Runs in a thread."""
+    try:
+        write, _, arguments = writer.get_save_function_and_args()
+        names = [name for _, name, _ in writer.write_buckets or ()]
+        if write is not None:
+            write(*arguments)
+        for name, content in files.items():
+            write_durably(partial / name, content)
+        for name in [*names, *files]:
+            if (partial / name).exists():
+                digests[name] = digest_file(partial / name)
+    except OSError as error:
+        errors.append(f"{error.filename or partial}: {error.strerror}")
+    except Exception as error:
+        errors.append(repr(error))

@@ -1,0 +1,33 @@
+"""The tensors of a checkpoint, one at a time, in one process and without Megatron."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, read one at a time, however many pieces hold each."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Read the metadata."""
+        self.checkpoint = checkpoint
+        self._reader = FileSystemReader(checkpoint)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self.tensors = {
+            key: value
+            for key, value in self._metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        """Key -> shape, dtype and pieces."""
+
+    def read(self, key: str) -> torch.Tensor:
+        """Read one tensor in the dtype that it is stored in."""
+        about = self.tensors[key]
+        tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({key: tensor}, self._metadata, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        return tensor
