@@ -85,6 +85,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_eval(verbs.add_parser("eval", help="measure a model's accuracy on benchmarks"))
     _add_export(verbs.add_parser("export", help="write a checkpoint as a Hugging Face folder"))
     _add_import(verbs.add_parser("import", help="write a Hugging Face folder as a checkpoint"))
+    replay = verbs.add_parser("replay", help="compute an update's masks and loss from its dump")
+    replay.add_argument("dump", help="for example RUN_DIR/dumps/step_000012/update_1")
+    replay.set_defaults(run=_replay)
     # argparse gives overrides that follow an option back as unknown.
     arguments, rest = parser.parse_known_args(argv)
     takes_overrides = "overrides" in arguments
@@ -180,6 +183,15 @@ def _verify_resume(arguments: argparse.Namespace) -> int:
     from megatron_stapo.launch.resumption import launch_resume_check
 
     return launch_resume_check(config, resumed)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    """Returns 0 where the dump gives the recorded numbers, else 1."""
+    from megatron_stapo.verify.replay import format_replay, replay
+
+    result = replay(Path(arguments.dump))
+    print(format_replay(result))
+    return 0 if result.passed else 1
 
 
 def _eval(arguments: argparse.Namespace) -> int:

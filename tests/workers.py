@@ -2,8 +2,12 @@
 
 import contextlib
 import dataclasses
+import os
+import signal
+import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -461,3 +465,109 @@ def run_save(config: Config, out: Path) -> None:
         from megatron_stapo.trainer.trainer import Trainer
 
         Trainer(config, groups).weights.save(out)
+
+
+def run_hang(config: Config, kind: str, timeout_s: float) -> str | None:
+    """Hang, as the kind says, after three collectives.
+
+    Args:
+        timeout_s: the collectives'. The ranks, which import Megatron first, join by the config's.
+
+    Returns:
+        What this rank raised; None where it noticed nothing.
+    """
+    with joined_world(config) as groups:
+        import torch.distributed as dist
+
+        from megatron_stapo.parallel.watchdog import watch
+
+        for group in (dist.group.WORLD, groups.tp_group):
+            group.set_timeout(timedelta(seconds=timeout_s))
+        number = torch.zeros(1)
+        pids: list[Any] = [None] * groups.world_size
+        dist.all_gather_object(pids, os.getpid())
+        for _ in range(3):
+            dist.all_reduce(number, group=groups.tp_group)
+        try:
+            with watch(groups, timeout_s):
+                if kind == "stopped" and groups.rank == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif kind == "absent" and groups.rank == 1:
+                    time.sleep(timeout_s + 1)
+                elif kind == "mismatch" and groups.rank == 1:
+                    dist.all_reduce(number)
+                elif kind == "pipeline" and groups.rank == 0:
+                    time.sleep(timeout_s + 1)
+                elif kind == "pipeline":
+                    dist.recv(number, src=groups.rank - 1)
+                else:
+                    dist.all_reduce(number, group=groups.tp_group)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            if kind == "stopped" and groups.rank == 0:
+                os.kill(pids[1], signal.SIGCONT)
+    return None
+
+
+def run_dumped_step(
+    config: Config, rollout_groups: list[RolloutGroup], run_dir: Path, poisoned_rank: int | None
+) -> dict[str, Any]:
+    """Take a step with a dump of every update.
+
+    Args:
+        poisoned_rank: one token of its second mini-batch gets an advantage of NaN.
+
+    Returns:
+        updates: what `Trainer.update` returned. unchanged: of every update, whether it left the
+            weights and the moments of this rank as they were. num_updates: after the step.
+    """
+    changes = {"run_dir": str(run_dir)}
+    changes["checkpoint"] = dataclasses.replace(config.checkpoint, dump_interval_steps=1)
+    config = dataclasses.replace(config, **changes)
+    with joined_world(config) as groups:
+        from megatron_stapo.checkpoint.dump import StepDump
+        from megatron_stapo.checkpoint.state import build_optimizer_state
+        from megatron_stapo.data.packing import pack
+        from megatron_stapo.train import scatter_minibatches
+        from megatron_stapo.trainer.trainer import Trainer
+
+        trainer = Trainer(config, groups)
+
+        def copy_state() -> dict[str, torch.Tensor]:
+            return {k: p.data.clone() for k, p in build_optimizer_state(trainer).items()}
+
+        dump = StepDump(config, groups)
+        size = config.algorithm.num_prompts_per_minibatch
+        packed = None
+        if groups.rank == 0:
+            packed = pack(rollout_groups, size, config.max_pack_tokens, config.parallel)
+        minibatches = scatter_minibatches(packed, groups)
+        trainer.score(minibatches)
+        updates, unchanged = [], []
+        for number, minibatch in enumerate(minibatches):
+            for phase in trainer.phases:
+                trainer.assign_loss_masks(minibatch, phase)
+                if number == 1 and groups.rank == poisoned_rank:
+                    m = next(m for m in minibatch.microbatches if m.loss_mask_T.any())
+                    m.advantages_T[m.loss_mask_T.nonzero()[0]] = float("nan")
+                before, num_updates = copy_state(), trainer.num_updates
+                update = trainer.update(minibatch)
+                updates.append(dataclasses.asdict(update))
+                dump.after_update(1, len(updates), minibatch, phase, update, num_updates)
+                after = copy_state()
+                unchanged.append(all(torch.equal(after[k], before[k]) for k in before))
+        return {"updates": updates, "unchanged": unchanged, "num_updates": trainer.num_updates}
+
+
+def run_command(*argv: str) -> tuple[int, str, str]:
+    """The command, in a process that may import Megatron: exit code, stdout, stderr."""
+    import io
+
+    warnings.simplefilter("ignore")
+    from megatron_stapo import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(argv)
+    return code, out.getvalue(), err.getvalue()

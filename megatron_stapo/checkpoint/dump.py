@@ -6,9 +6,10 @@ the first update of the twelfth step.
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,8 +17,10 @@ from safetensors.torch import load_file, save
 
 from megatron_stapo.checkpoint.folder import replace_durably
 from megatron_stapo.config import Config, to_dict
-from megatron_stapo.parallel.groups import Groups
 from megatron_stapo.types import Microbatch, Minibatch, Update
+
+if TYPE_CHECKING:
+    from megatron_stapo.parallel.groups import Groups
 
 DUMPS_FOLDER = "dumps"
 UPDATE_FILE = "update.json"
@@ -26,7 +29,7 @@ UPDATE_FILE = "update.json"
 class StepDump:
     """Dumps the updates that are due, and every one that was left out."""
 
-    def __init__(self, config: Config, groups: Groups) -> None:
+    def __init__(self, config: Config, groups: "Groups") -> None:
         """Nothing is written yet."""
         self._config = config
         self._groups = groups
@@ -66,8 +69,8 @@ class StepDump:
                     "num_sequences": minibatch.num_sequences,
                     "num_microbatches": minibatch.num_microbatches,
                     "num_rank_files": self._groups.dp_size * self._groups.cp_size,
-                    "loss": update.loss,
-                    "grad_norm": update.grad_norm,
+                    "loss": update.loss if math.isfinite(update.loss) else None,
+                    "grad_norm": update.grad_norm if math.isfinite(update.grad_norm) else None,
                     "lr": update.lr,
                     "is_skipped": update.is_skipped,
                     "config": to_dict(self._config),

@@ -28,13 +28,14 @@ PHASES = ("start", "rollout", "reward", "score", "threshold", "update", "sync", 
 
 # Writes the phase on the way into it. `start` lasts until the first other one.
 SITECUSTOMIZE = """
-import functools, os, sys
+import functools, os, sys, threading
 if "megatron_stapo.train" in sys.orig_argv and os.environ.get("RANK") == "0":
     folder = os.environ["STAPO_TEST_PHASES"]
     def note(phase):
-        with open(os.path.join(folder, "phase.new"), "w") as file:
+        new = os.path.join(folder, f"phase.{threading.get_ident()}")
+        with open(new, "w") as file:
             file.write(phase)
-        os.rename(os.path.join(folder, "phase.new"), os.path.join(folder, "phase"))
+        os.rename(new, os.path.join(folder, "phase"))
     note("start")
     import contextlib
     from megatron_stapo import driver
