@@ -86,29 +86,26 @@ class Driver:
         Returns:
             Its mini-batches for every data-parallel rank; None where the run has to end.
         """
-        config = self._config
-        with self._keep_failure():
-            self.evaluate(step - 1)
-            rollouts = self._load_rollouts(step) or self._sample_step(step, timer)
-            self._stream.position = rollouts.stream_position
-            self._rollout_metrics = rollouts.metrics
-            return pack(
-                rollouts.groups,
-                config.algorithm.num_prompts_per_minibatch,
-                config.max_pack_tokens,
-                config.parallel,
-                config.algorithm.filter_truncated,
-            )
-        return None
-
-    @contextmanager
-    def _keep_failure(self) -> Iterator[None]:
-        """Remember an error instead of raising it: the other ranks wait for this one."""
+        position = self._stream.position
         try:
             check_stop(self._run_dir)
-            yield
+            self.evaluate(step - 1)
+            rollouts = self._load_rollouts(step) or self._sample_step(step, timer)
         except Exception as error:
+            # Not raised here: the other ranks wait for this one, and what they hold is saved first.
+            # The step that is given up has drawn nothing.
             self._failure = error
+            self._stream.position = position
+            return None
+        self._stream.position = rollouts.stream_position
+        self._rollout_metrics = rollouts.metrics
+        return pack(
+            rollouts.groups,
+            self._config.algorithm.num_prompts_per_minibatch,
+            self._config.max_pack_tokens,
+            self._config.parallel,
+            self._config.algorithm.filter_truncated,
+        )
 
     def _load_rollouts(self, step: int) -> StepRollouts | None:
         """The step's rollouts of an attempt that ended before a checkpoint contained them."""
@@ -200,8 +197,11 @@ class Driver:
 
     def finish(self) -> None:
         """Evaluate after the last step."""
-        with self._keep_failure():
+        try:
+            check_stop(self._run_dir)
             self.evaluate(self._config.num_steps)
+        except Exception as error:
+            self._failure = error
 
     def read_state(self) -> DriverState:
         """What a checkpoint holds of rank 0."""

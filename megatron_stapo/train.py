@@ -30,6 +30,7 @@ from megatron_stapo.parallel.groups import (
     fail_together,
     init_distributed,
 )
+from megatron_stapo.parallel.watchdog import watch
 from megatron_stapo.reshard.weight_sync import WeightSync
 from megatron_stapo.rollout import Engine
 from megatron_stapo.rollout.connect import build_engine
@@ -167,11 +168,17 @@ def main() -> None:
     arguments = parser.parse_args()
     config = config_module.from_dict(json.loads((arguments.run_dir / "config.json").read_text()))
     groups = init_distributed(config.parallel, config.seed)
+    with watch(groups, config.parallel.timeout_s):
+        _run(config, groups, arguments.run_dir, arguments.engine_url)
+    destroy_distributed()
+
+
+def _run(config: Config, groups: Groups, run_dir: Path, engine_url: str | None) -> None:
     engine = run_log = None
-    checkpoint, faults = choose_checkpoint(arguments.run_dir, groups)
+    checkpoint, faults = choose_checkpoint(run_dir, groups)
     if groups.rank == 0:
         history = (checkpoint / METRICS_FILE).read_bytes() if checkpoint else b""
-        run_log = RunLog(arguments.run_dir, history)
+        run_log = RunLog(run_dir, history)
         for fault in faults:
             run_log.log_event("checkpoint_broken", value=fault)
         if checkpoint:
@@ -179,16 +186,15 @@ def main() -> None:
         run_log.log_event("waiting_for_engine")
         engine = build_engine(
             config,
-            arguments.engine_url,
+            engine_url,
             load_stop_token_ids(config.model.path),
-            on_wait=lambda: check_stop(arguments.run_dir),
+            on_wait=lambda: check_stop(run_dir),
         )
         run_log.log_event("engine_ready")
     train(config, groups, engine, run_log, checkpoint)
     if engine is not None and run_log is not None:
         engine.close()
         run_log.close()
-    destroy_distributed()
 
 
 if __name__ == "__main__":

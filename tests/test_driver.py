@@ -129,3 +129,38 @@ def test_every_response_gets_its_own_verdict_and_the_odd_ones_are_counted(build_
             seen.append(problem)
         assert driver._rollout_metrics["num_verifier_timeouts"] == 0
     assert sorted(seen) == list(range(8))
+
+
+def test_a_step_that_is_given_up_has_drawn_nothing(build_driver):
+    driver, engine = build_driver(2)
+    driver.collect(1, Timer())
+    before = driver.read_state().stream_position
+    sample, engine.generate = engine.generate, lambda *args: 1 / 0
+    assert driver.collect(2, Timer()) is None
+    assert driver.describe_failure() == "division by zero"
+    assert driver.read_state().stream_position == before == 2
+    engine.generate = sample
+    expected = list(engine.drawn)
+    assert driver.collect(2, Timer()) is not None
+    assert len(set(engine.drawn) - set(expected)) == 2
+
+
+def test_kept_rollouts_take_the_place_of_sampling(build_driver, tmp_path):
+    driver, _ = build_driver(2)
+    first = list_advantages(driver.collect(1, Timer()))
+    metrics = dict(driver._rollout_metrics)
+    again, other_engine = build_driver(2)
+    assert list_advantages(again.collect(1, Timer())) == first
+    assert other_engine.drawn == [] and again._rollout_metrics == metrics
+    assert again.read_state().stream_position == driver.read_state().stream_position
+    # Of another experiment they are not its own; a damaged file is none.
+    other, other_engine = build_driver(2, rollout__temperature=0.5)
+    other.collect(1, Timer())
+    assert len(other_engine.drawn) == 2
+    [file] = (tmp_path / "rollouts").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    last, last_engine = build_driver(2, rollout__temperature=0.5)
+    last.collect(1, Timer())
+    assert len(last_engine.drawn) == 2

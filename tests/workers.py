@@ -17,6 +17,7 @@ import torch
 
 from megatron_stapo.config import (
     AlgorithmConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -43,6 +44,7 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         "algorithm": {"num_prompts_per_minibatch": 2, "prob_threshold": 0.02},
         "optimizer": {"lr": 1e-3, "num_warmup_steps": 0, "max_grad_norm": 1e9},
         "evaluation": {},
+        "checkpoint": {},
     }
     for key, value in changes.items():
         group, field = key.split("__")
@@ -57,6 +59,7 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         algorithm=AlgorithmConfig(**groups["algorithm"]),
         optimizer=OptimizerConfig(**groups["optimizer"]),
         evaluation=EvaluationConfig(**groups["evaluation"]),
+        checkpoint=CheckpointConfig(**groups["checkpoint"]),
     )
 
 
@@ -471,7 +474,8 @@ def run_hang(config: Config, kind: str, timeout_s: float) -> str | None:
     """Hang, as the kind says, after three collectives.
 
     Args:
-        timeout_s: the collectives'. The ranks, which import Megatron first, join by the config's.
+        timeout_s: of the collectives. The ranks, which import Megatron first, join by the
+            config's.
 
     Returns:
         What this rank raised; None where it noticed nothing.
@@ -481,27 +485,32 @@ def run_hang(config: Config, kind: str, timeout_s: float) -> str | None:
 
         from megatron_stapo.parallel.watchdog import watch
 
-        for group in (dist.group.WORLD, groups.tp_group):
-            group.set_timeout(timedelta(seconds=timeout_s))
-        number = torch.zeros(1)
         pids: list[Any] = [None] * groups.world_size
         dist.all_gather_object(pids, os.getpid())
-        for _ in range(3):
-            dist.all_reduce(number, group=groups.tp_group)
+        first, second = (
+            dist.new_group(timeout=timedelta(seconds=timeout_s), group_desc=name)
+            for name in ("first", "second")
+        )
+        number = torch.zeros(1)
         try:
             with watch(groups, timeout_s):
+                for _ in range(3):
+                    dist.all_reduce(number, group=first)
                 if kind == "stopped" and groups.rank == 1:
+                    time.sleep(timeout_s / 5)  # two reports
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif kind == "absent" and groups.rank == 1:
-                    time.sleep(timeout_s + 1)
+                    time.sleep(1.5 * timeout_s)
+                elif kind == "failed" and groups.rank == 1:
+                    raise RuntimeError("a bug")
                 elif kind == "mismatch" and groups.rank == 1:
-                    dist.all_reduce(number)
+                    dist.all_reduce(number, group=second)
                 elif kind == "pipeline" and groups.rank == 0:
-                    time.sleep(timeout_s + 1)
+                    time.sleep(1.5 * timeout_s)
                 elif kind == "pipeline":
-                    dist.recv(number, src=groups.rank - 1)
+                    dist.recv(number, src=groups.rank - 1, group=first)
                 else:
-                    dist.all_reduce(number, group=groups.tp_group)
+                    dist.all_reduce(number, group=first)
         except RuntimeError as error:
             return str(error)
         finally:
@@ -571,3 +580,62 @@ def run_command(*argv: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(argv)
     return code, out.getvalue(), err.getvalue()
+
+
+def run_failing_saves(config: Config, run_dir: Path, full: str) -> dict[str, Any]:
+    """Save six times; in the second save, and from the fourth, the disk is full for one file.
+
+    Args:
+        full: name of the file; empty: none.
+
+    Returns:
+        events: what rank 0 logged. published: names of the checkpoints after every save was waited
+            for. error: what this rank raised in the end.
+    """
+    config = dataclasses.replace(config, run_dir=str(run_dir))
+    with joined_world(config) as groups, pytest.MonkeyPatch.context() as patch:
+        import torch.distributed as dist
+
+        from megatron_stapo.checkpoint import save
+        from megatron_stapo.checkpoint.folder import DriverState, list_checkpoints
+        from megatron_stapo.trainer.trainer import Trainer
+
+        step, write = 0, save._write
+
+        def write_to_full_disk(writer: Any, partial: Path, *rest: Any) -> None:
+            if full and groups.rank == 0 and (step == 2 or step >= 4):
+                (partial / full).symlink_to("/dev/full")
+            write(writer, partial, *rest)
+
+        if full.startswith("__1"):
+            # The other rank's file has to be there before that rank opens it.
+            def write_in_turn(*args: Any) -> None:
+                time.sleep(0.3 * groups.rank)
+                write_to_full_disk(*args)
+
+            patch.setattr(save, "_write", write_in_turn)
+        else:
+            patch.setattr(save, "_write", write_to_full_disk)
+        events: list[dict[str, Any]] = []
+        is_driver = groups.rank == 0
+        checkpointer = save.Checkpointer(
+            config,
+            Trainer(config, groups),
+            0,
+            (lambda: DriverState(stream_position=0, metrics=b"{}", accuracies={}))
+            if is_driver
+            else None,
+            (lambda name, **values: events.append({"name": name, **values})) if is_driver else None,
+        )
+        published, error = [], ""
+        for step in range(1, 7):
+            try:
+                checkpointer.save(step)
+                checkpointer._publish_if_written(wait=True)
+            except RuntimeError as refused:
+                error = str(refused)
+            dist.barrier()
+            published.append([path.name for path in list_checkpoints(run_dir)])
+            if error:
+                break
+        return {"events": events, "published": published, "error": error}

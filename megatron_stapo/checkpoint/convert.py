@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_stapo.checkpoint.folder import (
@@ -41,6 +40,7 @@ from megatron_stapo.checkpoint.folder import (
     read_versions,
     write_durably,
 )
+from megatron_stapo.checkpoint.tensors import StoredTensors
 from megatron_stapo.config import load_model_json
 from megatron_stapo.model.hf_folder import (
     MAX_FILE_BYTES,
@@ -107,22 +107,19 @@ def export_checkpoint(
         )
     model_json = load_model_json(str(source))
     table = build_weight_table(model_json)
-    stored = _StoredTensors(checkpoint)
+    stored = StoredTensors(checkpoint)
     _check_stored(stored, table, source)
     state = read_state(checkpoint)
-    dtype = state.dtype
 
     def read(pair: WeightPair) -> list[torch.Tensor]:
-        tensor = stored.read(_PREFIX + pair.name)
-        if dtype is not None:
-            tensor = tensor.to(getattr(torch, dtype))
+        tensor = stored.read(_PREFIX + pair.name, state.dtype)
         return merge([tensor], pair.layout, pair.hf_shapes, model_json["num_key_value_heads"])
 
     tensors = (item for pair in table for item in zip(pair.hf_names, read(pair), strict=True))
     with _write_aside(out) as partial:
         copy_companions(source, partial)
-        if dtype is not None:
-            set_dtype(partial, dtype)
+        if state.dtype is not None:
+            set_dtype(partial, state.dtype)
         write_tensors(partial, tensors, max_file_bytes)
         _sync(partial)
         partial.rename(out)
@@ -168,31 +165,7 @@ def import_model(model: Path, out: Path, max_file_bytes: int = MAX_FILE_BYTES) -
         publish(partial, out, {str(path.relative_to(partial)): digest_file(path) for path in paths})
 
 
-class _StoredTensors:
-    """The tensors of a checkpoint, read one at a time, however many pieces hold each."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self._reader = FileSystemReader(checkpoint)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.tensors = {
-            key: value
-            for key, value in self._metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
-
-    def read(self, key: str) -> torch.Tensor:
-        """Read one tensor in the dtype that it is stored in."""
-        about = self.tensors[key]
-        tensor = torch.empty(about.size, dtype=about.properties.dtype)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({key: tensor}, self._metadata, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return tensor
-
-
-def _check_stored(stored: _StoredTensors, table: list[WeightPair], source: Path) -> None:
+def _check_stored(stored: StoredTensors, table: list[WeightPair], source: Path) -> None:
     """Raises ValueError where the checkpoint lacks a weight of the table or holds another one."""
     asks = f"which {source / 'config.json'} asks for"
     for pair in table:

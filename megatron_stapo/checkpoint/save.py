@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron_stapo.checkpoint.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
+    HF_FOLDER,
     METRICS_FILE,
     STATE_FILE,
     DriverState,
@@ -52,6 +53,7 @@ from megatron_stapo.checkpoint.state import (
     read_optimizer_step,
 )
 from megatron_stapo.config import Config, to_dict
+from megatron_stapo.model.hf_folder import list_companions
 from megatron_stapo.parallel.groups import agree
 from megatron_stapo.trainer.trainer import Trainer
 
@@ -214,10 +216,13 @@ class Checkpointer:
             world_size=self._groups.world_size,
             versions=read_versions(),
         )
+        # So that an export needs nothing else.
+        companions = list_companions(Path(self._config.model.path))
         return {
             STATE_FILE: format_state(state),
             CONFIG_FILE: (json.dumps(to_dict(self._config), indent=2) + "\n").encode(),
             METRICS_FILE: driver.metrics,
+            **{f"{HF_FOLDER}/{file.name}": file.read_bytes() for file in companions},
         }
 
     def _publish_if_written(self, *, wait: bool) -> None:
@@ -318,6 +323,7 @@ def _write(
         if write is not None:
             write(*arguments)
         for name, content in files.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             write_durably(partial / name, content)
         for name in [*names, *files]:
             if (partial / name).exists():

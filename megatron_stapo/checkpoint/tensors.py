@@ -23,10 +23,12 @@ class StoredTensors:
         }
         """Key -> shape, dtype and pieces."""
 
-    def read(self, key: str) -> torch.Tensor:
-        """Read one tensor in the dtype that it is stored in."""
+    def read(self, key: str, dtype: str | None = None) -> torch.Tensor:
+        """Read one tensor, each piece cast as it is copied to its place; None: as it is stored."""
         about = self.tensors[key]
-        tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        tensor = torch.empty(
+            about.size, dtype=getattr(torch, dtype) if dtype else about.properties.dtype
+        )
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({key: tensor}, self._metadata, is_coordinator=True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()

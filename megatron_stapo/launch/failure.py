@@ -12,10 +12,14 @@ _NUM_TAIL_LINES = 12
 # What torch puts before the lines of a rank's traceback, and vLLM before its processes' lines.
 _PREFIX = re.compile(r"^(\[rank\d+\]: ?|\([^)]* pid=\d+\) (ERROR \S+ \S+ \[[^]]*\] ?)?)")
 
-# How a rank's collective ends when another rank is gone: gloo's words and NCCL's.
+# How a rank's collective ends when another rank is gone: the watchdog's words, gloo's and NCCL's.
 _LOST_PEER = re.compile(
-    r"gloo/transport|Connection (closed|reset) by peer|NCCL (Error|error)|remote process exited"
+    r"lost its connection to another rank|gloo/transport|Connection (closed|reset) by peer"
+    r"|NCCL (Error|error)|remote process exited"
 )
+
+# How it ends when another rank hangs, which the watchdog names.
+_WAITED = re.compile(r"RuntimeError: rank \d+ \(.*?\) waited \S+ s \(parallel\.timeout_s\)")
 
 # One entry of torchrun 2.13's closing table of failed ranks.
 _TORCHRUN_FAILURE = re.compile(
@@ -80,14 +84,16 @@ def _describe_trainer(exit_code: int, logs: Path) -> tuple[str, Path]:
 
 
 def _rate_innocence(rank: int, exit_code: int, logs: Path) -> int:
-    """0 for a rank that failed by itself, 1 for one that torchrun stopped in its last words, 2 for
-    one that only lost a peer or was stopped."""
+    """0 for a rank that tells which one hangs, 1 for one that failed by itself, 2 for one that
+    torchrun stopped in its last words, 3 for one that only lost a peer or was stopped."""
     errors = _find_errors(_read_lines(logs / f"trainer_rank{rank}.log"))
     if errors and _LOST_PEER.search(errors[-1]):
-        return 2
+        return 3
+    if errors and _WAITED.match(errors[-1]):
+        return 0  # the one that hangs is killed in the end, as if that had been the cause
     if exit_code != -signal.SIGTERM:
-        return 0
-    return 1 if errors else 2
+        return 1
+    return 2 if errors else 3
 
 
 def _describe_exit(exit_code: int | None) -> str:

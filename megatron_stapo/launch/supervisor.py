@@ -166,6 +166,7 @@ def _run_experiment(
                 progress.print_new()
                 time.sleep(_POLL_S)
 
+        progress.print_new()
         # Before a step has ended there is nothing to save.
         if experiment.poll() is None and stop_timeout_s and progress.num_steps_shown:
             print(

@@ -44,6 +44,9 @@ def build_tasks(
         "OMP_NUM_THREADS": "1",
         # Every rank is on this machine. Gloo would look up the host's name, which may not resolve.
         "GLOO_SOCKET_IFNAME": "lo",
+        # parallel/watchdog reads all of torch's flight recorder once a second, of which it needs
+        # the collectives in flight: 1 ms for 128 of them, 30 ms for torch's 2000.
+        "TORCH_FR_BUFFER_SIZE": "128",
     }
     if config.parallel.device == "cuda":
         # Megatron's overlap of communication and compute relies on one hardware queue.

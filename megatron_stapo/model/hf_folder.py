@@ -31,6 +31,11 @@ _INDEX_FILE = "model.safetensors.index.json"
 _PARTIAL_SUFFIX = ".partial"
 
 
+def list_companions(folder: Path) -> list[Path]:
+    """Configuration and tokenizer of a model: what its folder holds beside tensors."""
+    return [file for pattern in _COMPANIONS for file in sorted(folder.glob(pattern))]
+
+
 def copy_companions(source: Path, target: Path) -> list[Path]:
     """Copy configuration and tokenizer of a model into a folder, which is made.
 
@@ -38,11 +43,7 @@ def copy_companions(source: Path, target: Path) -> list[Path]:
         The files in target.
     """
     target.mkdir(parents=True, exist_ok=True)
-    return [
-        Path(shutil.copyfile(file, target / file.name))
-        for pattern in _COMPANIONS
-        for file in sorted(source.glob(pattern))
-    ]
+    return [Path(shutil.copyfile(file, target / file.name)) for file in list_companions(source)]
 
 
 def set_dtype(folder: Path, dtype: str) -> None:

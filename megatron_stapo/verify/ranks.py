@@ -20,6 +20,7 @@ from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.data.packing import pack
 from megatron_stapo.observability.verification import write_report
 from megatron_stapo.parallel.groups import Groups, destroy_distributed, init_distributed
+from megatron_stapo.parallel.watchdog import watch
 from megatron_stapo.train import scatter_minibatches
 from megatron_stapo.trainer.trainer import Trainer
 from megatron_stapo.types import RolloutGroup
@@ -102,13 +103,14 @@ def main() -> None:
     run_dir = arguments.run_dir
     config = config_module.from_dict(json.loads((run_dir / "config.json").read_text()))
     groups = init_distributed(config.parallel, config.seed)
-    if groups.rank == 0:
-        write_reduced_model(arguments.source, Path(config.model.path), arguments.num_layers)
-    dist.barrier()
-    if outcome := verify(config, groups):
-        rows, details = outcome
-        values = [{**dataclasses.asdict(row), "passed": row.passed} for row in rows]
-        write_report(run_dir, values, details)
+    with watch(groups, config.parallel.timeout_s):
+        if groups.rank == 0:
+            write_reduced_model(arguments.source, Path(config.model.path), arguments.num_layers)
+        dist.barrier()
+        if outcome := verify(config, groups):
+            rows, details = outcome
+            values = [{**dataclasses.asdict(row), "passed": row.passed} for row in rows]
+            write_report(run_dir, values, details)
     destroy_distributed()
 
 

@@ -22,7 +22,7 @@ from megatron_stapo.checkpoint.compare import compare_runs
 from megatron_stapo.checkpoint.folder import list_checkpoints, parse_step, read_state
 from tests.integration.test_train import RECIPE
 
-NUM_STEPS = 6
+NUM_STEPS = 8
 
 PHASES = ("start", "rollout", "reward", "score", "threshold", "update", "sync", "save", "publish")
 
@@ -56,6 +56,23 @@ if "megatron_stapo.train" in sys.orig_argv and os.environ.get("RANK") == "0":
         setattr(owner, name, outer)
     wrap(save, "_write", "save")
     wrap(save, "publish", "publish")
+    fault = os.environ.get("STAPO_TEST_FAULT")
+    if fault == "engine":
+        from megatron_stapo.rollout import transformers_engine
+        generate, calls = transformers_engine.TransformersEngine.generate, []
+        def fail_in_the_second_call(self, *args, **kwargs):
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("the engine sent a malformed answer")
+            return generate(self, *args, **kwargs)
+        transformers_engine.TransformersEngine.generate = fail_in_the_second_call
+    if fault == "loss":
+        from megatron_stapo.trainer import trainer
+        compute_loss = trainer.compute_loss
+        def compute_nan(*args):
+            loss_sum, num_tokens, report = compute_loss(*args)
+            return loss_sum * float("nan"), num_tokens, report
+        trainer.compute_loss = compute_nan
 """
 
 VICTIMS = {
@@ -94,9 +111,9 @@ class CrashTest:
         self._overrides = overrides
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-        self._straight = self._name_run("straight")
-        launcher = self._start("straight")
-        assert launcher.wait(timeout=300) == 0, self._read_errors("straight")
+        self._straight = self.name_run("straight")
+        launcher = self.start("straight")
+        assert launcher.wait(timeout=300) == 0, self.read_errors("straight")
 
     def run(self, rng: random.Random, num_kills: int, tally: Tally) -> None:
         """Crash runs and go on with them until so many kills were made; each must come to the
@@ -108,23 +125,24 @@ class CrashTest:
             remaining = rng.randint(1, 8)
             committed = 0
             while True:
-                launcher = self._start(name)
+                start_s = time.time()
+                launcher = self.start(name)
                 processes = []
                 if remaining and len(tally.kills) < num_kills:
                     remaining -= 1
                     phase = rng.choice(PHASES)
-                    killed = self._kill_in(launcher, phase, rng)
+                    killed = self.kill_in(launcher, phase, rng)
                     if killed:
                         tally.kills.append((killed[1], killed[0]))
                         processes = killed[2]
                 launcher.wait(timeout=300)
                 psutil.wait_procs(processes, timeout=60)
-                committed = self._check_commits(name, committed)
+                committed = self._check_commits(name, committed, start_s)
                 if launcher.returncode == 0:
                     break
-            self._check_result(name)
+            self.check_result(name)
 
-    def _kill_in(
+    def kill_in(
         self, launcher: subprocess.Popen, phase: str, rng: random.Random
     ) -> tuple[str, str, list[psutil.Process]] | None:
         """Kill a random process once the phase was seen for the nth time. Returns the victim, the
@@ -155,40 +173,50 @@ class CrashTest:
             os.kill(found[victim], signal.SIGKILL)
         return victim, phase_file.read_text(), children
 
-    def _check_commits(self, name: str, committed: int) -> int:
-        """No published checkpoint is lost, none has a step's updates twice or in part."""
-        run_dir = self._name_run(name)
+    def _check_commits(self, name: str, committed: int, start_s: float) -> int:
+        """No published checkpoint is lost, none has a step's updates twice or in part.
+
+        Args:
+            committed: newest checkpoint before the attempt.
+            start_s: of the attempt.
+        """
+        run_dir = self.name_run(name)
         steps = [0]
         for checkpoint in list_checkpoints(run_dir):
             state = read_state(checkpoint)
             assert state.num_updates == 2 * state.num_steps_done
             steps.append(parse_step(checkpoint))
         assert max(steps) >= committed
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines() if committed else ():
-            record = json.loads(line)
-            if record.get("event") == "going_on":
+        with contextlib.suppress(FileNotFoundError):
+            lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+            records = [json.loads(line) for line in lines if line.endswith("}")]
+            own = [r for r in records if r.get("event") == "going_on" and r["time"] > start_s]
+            for record in own:
                 assert parse_step(Path(record["value"])) == committed
         return max(steps)
 
-    def _check_result(self, name: str) -> None:
-        for row in compare_runs(self._straight, self._name_run(name), NUM_STEPS, NUM_STEPS):
+    def check_result(self, name: str) -> None:
+        for row in compare_runs(self._straight, self.name_run(name), NUM_STEPS, NUM_STEPS):
             # The engine may have served a kill's remains; the seeds decide what it samples.
             assert row.is_equal, row
-        assert not list(self._name_run(name).rglob("*.partial"))
+        assert not list(self.name_run(name).rglob("*.partial"))
 
-    def _name_run(self, name: str) -> Path:
+    def name_run(self, name: str) -> Path:
         return self._folder / name
 
-    def _read_errors(self, name: str) -> str:
+    def read_errors(self, name: str) -> str:
         return (self._folder / f"{name}.err").read_text()
 
-    def _start(self, name: str) -> subprocess.Popen:
+    def start(self, name: str, *overrides: str, fault: str = "") -> subprocess.Popen:
+        """Start the run, or go on with it. fault: engine fails in the second call, or the loss is
+        NaN."""
         recipe = self._folder / "coin.py"
-        recipe.write_text(RECIPE.format(base=self._base, run_dir=self._name_run(name)))
+        recipe.write_text(RECIPE.format(base=self._base, run_dir=self.name_run(name)))
         command = [sys.executable, "-m", "megatron_stapo.cli", "train", str(recipe)]
-        command += [f"num_steps={NUM_STEPS}", "checkpoint.interval_steps=1", *self._overrides]
+        command += [f"num_steps={NUM_STEPS}", *self._overrides, *overrides]
         path = f"{self._folder}{os.pathsep}{Path(__file__).parents[2]}"
         environment = os.environ | {"PYTHONPATH": path, "STAPO_TEST_PHASES": str(self._folder)}
+        environment["STAPO_TEST_FAULT"] = fault
         with (
             open(self._folder / f"{name}.out", "a") as out,
             open(self._folder / f"{name}.err", "a") as err,

@@ -171,17 +171,38 @@ def test_a_killed_engine_ends_the_run_by_name(base, tmp_path):
     assert "engine" in stderr.splitlines()[0]
 
 
+def find_last_rank(processes):
+    ranks = [p for p in processes if "megatron_stapo.train" in p.cmdline()]
+    return max(ranks, key=lambda p: int(p.environ()["RANK"]))
+
+
 def test_a_killed_rank_ends_the_run_by_name(base, tmp_path):
     launcher = start(base, tmp_path, "num_steps=1000", "rollout.engine=transformers")
     wait_for_step(tmp_path, launcher, 1)
     processes = psutil.Process(launcher.pid).children(recursive=True)
-    ranks = [p for p in processes if "megatron_stapo.train" in p.cmdline()]
-    rank_1 = max(ranks, key=lambda p: int(p.environ()["RANK"]))
-    rank_1.kill()
+    find_last_rank(processes).kill()
     exit_code, stderr, summary = end(tmp_path, launcher, processes)
     assert exit_code == 1
     assert summary["status"] == "failed"
     assert "trainer rank 1 was killed by SIGKILL" in stderr.splitlines()[0]
+
+
+def test_a_stopped_rank_ends_the_run_by_name(base, tmp_path):
+    """A minute: rank 0 waits for rank 1, and torchrun 30 s before it kills what ignores SIGTERM."""
+    # Longer than rank 0 takes on a busy machine to build the engine, while rank 1 waits for it.
+    overrides = ["num_steps=1000", "rollout.engine=transformers", "parallel.timeout_s=15"]
+    launcher = start(base, tmp_path, *overrides)
+    wait_for_step(tmp_path, launcher, 1)
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    find_last_rank(processes).suspend()
+    exit_code, stderr, summary = end(tmp_path, launcher, processes, timeout_s=120)
+    assert exit_code == 1
+    assert summary["status"] == "failed"
+    waiting, hung = stderr.splitlines()[0].split("; ")
+    assert "rank 0 (tp 0, pp 0, cp 0, dp 0) waited 15 s (parallel.timeout_s) in " in waiting
+    assert " of ranks [0, 1] (" in waiting
+    assert hung.startswith("rank 1 (tp 1, pp 0, cp 0, dp 0) has not reported for ")
+    assert "SIGKILL" not in stderr.splitlines()[0]
 
 
 def test_ctrl_c_leaves_a_readable_run_folder(base, tmp_path):

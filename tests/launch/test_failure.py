@@ -77,6 +77,22 @@ def test_a_rank_that_lost_its_peer_is_not_to_blame(logs: Path) -> None:
     assert found == "trainer rank 0 was killed by SIGTERM: ValueError: rank 0"
 
 
+def test_a_rank_that_hung_is_named_by_one_that_waited_for_it(logs: Path) -> None:
+    """torchrun kills rank 1, which hangs; rank 2 lost rank 0 when that had waited long enough."""
+    waited = "RuntimeError: rank 0 (tp 0, pp 0) waited 5 s (parallel.timeout_s) in x; rank 1 (tp 1)"
+    lost = "RuntimeError: rank 2 (tp 0, pp 1) lost its connection to another rank in x; rank 1"
+    (logs / "trainer_rank0.log").write_text(TRACEBACK.format(error=waited))
+    (logs / "trainer_rank1.log").write_text("")
+    (logs / "trainer_rank2.log").write_text(TRACEBACK.format(error=lost))
+    for age, rank in enumerate((0, 2, 1)):
+        os.utime(logs / f"trainer_rank{rank}.log", (1000 - age, 1000 - age))
+    entries = [format_torchrun_entry(0, 1), format_torchrun_entry(1, -9)]
+    entries.append(format_torchrun_entry(2, 1))
+    (logs / "torchrun.log").write_text("Failures:\n" + "".join(entries))
+    found, _ = describe_failure(TRAINER_FAILED, 0, logs.parent)
+    assert found == f"trainer rank 0 ended with exit code 1: {waited}"
+
+
 def test_an_engine_that_ended_is_the_cause_even_if_the_trainer_ended_too(logs: Path) -> None:
     (logs / "engine.log").write_text("loading\n\nout of memory\n")
     outcome = TRAINER_FAILED | {"engine": {"state": "FAILED", "exit_code": 3}}
