@@ -519,6 +519,70 @@ def run_hang(config: Config, kind: str, timeout_s: float) -> str | None:
     return None
 
 
+def run_checkpoint(
+    config: Config,
+    rollout_groups: list[RolloutGroup],
+    load_from: Path | None,
+    num_updates: int,
+    save_to: Path,
+) -> dict[str, Any]:
+    """Load a run's newest checkpoint, update, save as one step more.
+
+    Args:
+        config: its layout may be another one than that of the checkpoint.
+        load_from: run folder; None starts from the model folder.
+        num_updates: 0 saves what was loaded.
+        save_to: run folder of the new checkpoint.
+
+    Returns:
+        updates: what `Trainer.update` returned. weights: of the model, by Hugging Face name, on
+            rank 0. faults: of the checkpoints that could not be used.
+    """
+    config = dataclasses.replace(config, run_dir=str(save_to))
+    with joined_world(config) as groups:
+        from megatron_stapo.checkpoint.folder import DriverState
+        from megatron_stapo.checkpoint.resume import choose_checkpoint, load_checkpoint
+        from megatron_stapo.checkpoint.save import Checkpointer
+        from megatron_stapo.data.packing import pack
+        from megatron_stapo.train import scatter_minibatches
+        from megatron_stapo.trainer.trainer import Trainer
+
+        step, faults = 0, []
+        checkpoint = None
+        if load_from is not None:
+            checkpoint, faults = choose_checkpoint(load_from, groups)
+        trainer = Trainer(config, groups)
+        if checkpoint is not None:
+            step = load_checkpoint(checkpoint, trainer).num_steps_done
+        size = config.algorithm.num_prompts_per_minibatch
+        packed = None
+        if groups.rank == 0:
+            packed = pack(rollout_groups, size, config.max_pack_tokens, config.parallel)
+        minibatches = scatter_minibatches(packed, groups)
+        trainer.score(minibatches)
+        updates = []
+        for minibatch in minibatches[:num_updates]:
+            trainer.assign_loss_masks(minibatch)
+            updates.append(dataclasses.asdict(trainer.update(minibatch)))
+        is_driver = groups.rank == 0
+        checkpointer = Checkpointer(
+            config,
+            trainer,
+            0,
+            (lambda: DriverState(stream_position=7, metrics=b"", accuracies={}))
+            if is_driver
+            else None,
+            (lambda name, **values: None) if is_driver else None,
+        )
+        checkpointer.save(step + 1)
+        checkpointer.finish()
+        return {
+            "updates": updates,
+            "weights": {n: t.clone() for n, t in trainer.weights.stream()},
+            "faults": faults,
+        }
+
+
 def run_dumped_step(
     config: Config, rollout_groups: list[RolloutGroup], run_dir: Path, poisoned_rank: int | None
 ) -> dict[str, Any]:

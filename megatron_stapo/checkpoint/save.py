@@ -7,13 +7,14 @@ checkpointing. Its own last part would hang the other ranks where rank 0's disk 
 ranks agree on every outcome here.
 """
 
+import io
 import json
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ _MAX_FAILURES = 3
 
 
 @dataclass(kw_only=True)
+class _Part:
+    """What became of one rank's part of a checkpoint."""
+
+    results: list[Any] = field(default_factory=list)
+    """Megatron's, of where each tensor lies."""
+    digests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the rank's files."""
+    error: str | None = None
+
+
+@dataclass(kw_only=True)
 class _Save:
     """A checkpoint that is being written."""
 
@@ -71,10 +83,8 @@ class _Save:
     global_metadata: Any
     """Rank 0's."""
     thread: threading.Thread
-    digests: dict[str, dict[str, Any]]
-    """Of this rank's files; the thread fills it."""
-    errors: list[str]
-    """Likewise."""
+    part: _Part
+    """The thread fills it."""
     stall_s: float
     start_s: float
 
@@ -160,7 +170,7 @@ class Checkpointer:
             if isinstance(piece.data, torch.Tensor):
                 # Training goes on while the copy is written.
                 piece.data = piece.data.detach().to("cpu", copy=True)
-        # A thread writes, so its results need no server process between them.
+        # Megatron would start a server process for what its own writer process reports.
         filesystem_async._results_queue = queue.Queue()
         strategy = _PlanOnly()
         dist_checkpointing.save(
@@ -175,11 +185,8 @@ class Checkpointer:
         files: dict[str, bytes] = {}
         if self._read_driver is not None:
             files = self._build_files(num_steps_done, self._read_driver())
-        digests: dict[str, dict[str, Any]] = {}
-        errors: list[str] = []
-        thread = threading.Thread(
-            target=_write, args=(strategy.writer, partial, files, digests, errors)
-        )
+        part = _Part()
+        thread = threading.Thread(target=_write, args=(strategy.writer, partial, files, part))
         thread.start()
         self._save = _Save(
             checkpoint=checkpoint,
@@ -187,8 +194,7 @@ class Checkpointer:
             writer=strategy.writer,
             global_metadata=strategy.global_metadata,
             thread=thread,
-            digests=digests,
-            errors=errors,
+            part=part,
             stall_s=time.perf_counter() - start_s,
             start_s=start_s,
         )
@@ -245,13 +251,7 @@ class Checkpointer:
         self._num_failures = 0
         self._num_steps_saved = save.num_steps_done
         if self._log_event is not None and self._read_driver is not None:
-            checkpoint = self._config.checkpoint
-            # As of now: the evaluation of this step may have ended since.
-            accuracies = self._read_driver().accuracies
-            prune(self._run_dir, checkpoint.keep_last, checkpoint.keep_best, accuracies)
-            # The older ones that are kept may be gone on from, should the newest be damaged.
-            oldest = list_checkpoints(self._run_dir)[-checkpoint.keep_last :][0]
-            remove_rollouts(self._run_dir, parse_step(oldest) or 0)
+            self._remove_old(self._read_driver().accuracies)
             self._log_event(
                 "checkpoint",
                 after_steps=save.num_steps_done,
@@ -259,21 +259,32 @@ class Checkpointer:
                 seconds=time.perf_counter() - save.start_s,
             )
 
+    def _remove_old(self, accuracies: dict[int, float]) -> None:
+        """Args: accuracies as of now: the evaluation of this step may have ended since."""
+        checkpoint = self._config.checkpoint
+        try:
+            prune(self._run_dir, checkpoint.keep_last, checkpoint.keep_best, accuracies)
+            # The older ones that are kept may be gone on from, should the newest be damaged.
+            oldest = list_checkpoints(self._run_dir)[-checkpoint.keep_last :][0]
+            remove_rollouts(self._run_dir, parse_step(oldest) or 0)
+        except OSError as error:
+            assert self._log_event is not None
+            self._log_event("not_removed", value=f"{error.filename}: {error.strerror}")
+
     def _publish(self, save: _Save) -> str | None:
         """Returns what failed, on any rank; None once the checkpoint is published."""
         parts: list[Any] = [None] * self._groups.world_size
-        part = (save.errors, save.digests, save.writer.retrieve_write_results())
-        dist.all_gather_object(parts, part)
-        for rank, (errors, _, results) in enumerate(parts):
-            if errors or not isinstance(results, list):
-                return f"rank {rank}: {errors[0] if errors else results[0]}"
+        dist.all_gather_object(parts, save.part)
+        for rank, part in enumerate(parts):
+            if part.error:
+                return f"rank {rank}: {part.error}"
         error = None
         if self._groups.rank == 0:
             partial = name_partial(save.checkpoint)
             try:
-                save.writer.finish(save.global_metadata, [results for _, _, results in parts])
+                save.writer.finish(save.global_metadata, [part.results for part in parts])
                 save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-                digests = {name: d for _, part, _ in parts for name, d in part.items()}
+                digests = {name: d for part in parts for name, d in part.digests.items()}
                 for name in (".metadata", "metadata.json"):
                     digests[name] = digest_file(partial / name)
                 publish(partial, save.checkpoint, digests)
@@ -309,26 +320,34 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def _write(
-    writer: Any,
-    partial: Path,
-    files: dict[str, bytes],
-    digests: dict[str, dict[str, Any]],
-    errors: list[str],
-) -> None:
+class _PlainBytes(io.BytesIO):
+    """CPython 3.12's garbage collector crashes on a BytesIO's buffer that a failed write, here for
+    want of room, leaves in the cycle of its traceback. The bytes themselves do as well."""
+
+    def getbuffer(self) -> Any:
+        """The content; not a view of it."""
+        return self.getvalue()
+
+
+def _write(writer: Any, partial: Path, files: dict[str, bytes], part: _Part) -> None:
     """Write this rank's part, wait for the disk, take the checksums. Runs in a thread."""
     try:
-        write, _, arguments = writer.get_save_function_and_args()
-        names = [name for _, name, _ in writer.write_buckets or ()]
-        if write is not None:
-            write(*arguments)
+        transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+        for bucket in writer.write_buckets or ():
+            _, _, (objects, _) = bucket
+            objects[:] = [(item, _PlainBytes(data.getvalue())) for item, data in objects]
+            _, outcome = writer.write_preloaded_data(
+                transforms, 0, bucket, results_queue=None, count_queue=None, use_fsync=True
+            )
+            if isinstance(outcome, Exception):
+                raise outcome
+            part.results += outcome
         for name, content in files.items():
             (partial / name).parent.mkdir(exist_ok=True)
             write_durably(partial / name, content)
-        for name in [*names, *files]:
-            if (partial / name).exists():
-                digests[name] = digest_file(partial / name)
+        for name in [*(name for _, name, _ in writer.write_buckets or ()), *files]:
+            part.digests[name] = digest_file(partial / name)
     except OSError as error:
-        errors.append(f"{error.filename or partial}: {error.strerror}")
+        part.error = f"{error.filename or partial}: {error.strerror}"
     except Exception as error:
-        errors.append(repr(error))
+        part.error = repr(error)

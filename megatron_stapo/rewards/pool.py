@@ -162,15 +162,28 @@ class VerifierPool:
             worker.release()
 
     def _judge(self, worker: "_Worker", task: _Task) -> None:
-        try:
-            worker.make_ready()
-            verdict = worker.judge(task.response, task.answer)
-        except Exception:
-            if self._is_closed:
-                task.future.set_exception(RuntimeError(_CLOSED))
-            else:
-                task.future.set_result(Verdict(correct=False, outcome="crash", extracted=None))
-            raise
+        """Set the task's verdict.
+
+        A process that ends is asked about the response again, in another: it may have been killed
+        from outside, which is no fault of the response's. A second end is.
+        """
+        crash = Verdict(correct=False, outcome="crash", extracted=None)
+        verdict = crash
+        for is_last in (False, True):
+            try:
+                worker.make_ready()
+                verdict = worker.judge(task.response, task.answer)
+            except Exception:
+                if self._is_closed:
+                    task.future.set_exception(RuntimeError(_CLOSED))
+                    raise
+                if is_last or not worker.has_started:
+                    task.future.set_result(crash)
+                    raise
+                worker.release()
+                continue
+            if verdict.outcome != "crash":
+                break
         task.future.set_result(verdict)
 
     def _fail(self, reason: str) -> None:

@@ -148,16 +148,18 @@ def test_the_limit_counts_neither_queueing_nor_start_up():
         assert {future.result().outcome for future in futures} == {"judged"}
 
 
-def test_a_worker_killed_from_outside_is_replaced(pool):
-    pids = pool.submit("pid", "").result().extracted.split()
-    os.kill(int(pids[1]), signal.SIGKILL)
-    outcomes = [pool.submit("fine", "fine").result().outcome for _ in range(20)]
-    # The one that was handed over in that moment may be lost.
-    assert outcomes.count("judged") >= 19
-    child = int(pool.submit("pid", "").result().extracted.split()[0])
-    os.kill(child, signal.SIGKILL)
-    outcomes = [pool.submit("fine", "fine").result().outcome for _ in range(20)]
-    assert outcomes.count("judged") >= 19
+def test_a_worker_killed_from_outside_costs_no_verdict(pool):
+    """Neither the process nor its child, neither idle nor amid a response."""
+    for which in (0, 1):
+        pids = [int(pid) for pid in pool.submit("pid", "").result().extracted.split()]
+        os.kill(pids[which], signal.SIGKILL)
+        futures = [pool.submit("fine", "fine") for _ in range(20)]
+        assert {future.result().outcome for future in futures} == {"judged"}
+        futures = [pool.submit(f"sleep {TIMEOUT_S / 2}", "") for _ in range(4)]
+        time.sleep(TIMEOUT_S / 4)
+        for worker in list_own_workers(pool)[which : which + 1]:
+            worker.kill()
+        assert {future.result().outcome for future in futures} == {"judged"}
 
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_reason():
