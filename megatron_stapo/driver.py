@@ -1,6 +1,7 @@
 """What rank 0 does beside training: it draws prompts, talks to the engine, judges, packs, logs."""
 
 import math
+import shutil
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,9 +49,14 @@ class Driver:
     """What rank 0 does beside training: prompts to rewarded rollouts, and the log."""
 
     def __init__(
-        self, config: Config, engine: Engine, run_log: RunLog, stream_position: int = 0
+        self,
+        config: Config,
+        engine: Engine,
+        run_log: RunLog,
+        num_steps_done: int = 0,
+        stream_position: int = 0,
     ) -> None:
-        """Args: stream_position of the checkpoint that the run goes on from."""
+        """Args: num_steps_done and stream_position of the checkpoint that the run goes on from."""
         self._config = config
         self._run_dir = Path(config.run_dir)
         self._engine = engine
@@ -76,6 +82,10 @@ class Driver:
             if record.get("event") == "accuracy"
         }
         self._failure: Exception | None = None
+        # Evaluations of weights that are not the run's any more: it goes on from earlier ones.
+        for folder in self._run_dir.glob("evaluations/step_*"):
+            if int(folder.name.removeprefix("step_")) > num_steps_done:
+                shutil.rmtree(folder)
 
     def collect(self, step: int, timer: Timer) -> list[list[Minibatch]] | None:
         """Evaluate if it is due, then draw and sample a step.

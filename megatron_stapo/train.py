@@ -62,7 +62,7 @@ def train(
     step = state.num_steps_done if state else 0
     driver = None
     if engine and run_log:
-        driver = Driver(config, engine, run_log, state.stream_position if state else 0)
+        driver = Driver(config, engine, run_log, step, state.stream_position if state else 0)
     checkpointer = Checkpointer(
         config,
         trainer,

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_stapo.config import (
+    CheckpointConfig,
     Config,
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
     check_model_layout,
     from_dict,
+    list_changes,
     to_dict,
 )
 from tests.workers import build_config
@@ -48,6 +50,11 @@ def test_a_config_survives_json(tmp_path):
         ),
         ("data", "max_microbatch_tokens", 10, r"must hold a rank's part of the longest sequence"),
         ("optimizer", "lr", 0.0, r"optimizer.lr=0.0"),
+        ("optimizer", "max_skipped_in_a_row", 0, r"max_skipped_in_a_row=0: must be >= 1"),
+        ("checkpoint", "interval_steps", 0, r"checkpoint.interval_steps=0: must be >= 1"),
+        ("checkpoint", "keep_last", 0, r"checkpoint.keep_last=0: must be >= 1"),
+        ("checkpoint", "keep_best", -1, r"checkpoint.keep_best=-1: must be >= 0"),
+        ("checkpoint", "stop_timeout_s", 0.0, r"checkpoint.stop_timeout_s=0.0: must be > 0"),
         ("parallel", "virtual_pipeline_model_parallel_size", 2, r"has no effect"),
         ("parallel", "recompute", "half", r"must be none, selective or full"),
         ("parallel", "expert_model_parallel_size", 2, r"must divide the 1 ranks"),
@@ -146,3 +153,17 @@ def test_quadrants_need_the_loss_whose_gradient_they_measure(tmp_path):
     config = build_config(tmp_path, algorithm__policy_loss="gspo", algorithm__dual_clip=None)
     with pytest.raises(ValueError, match=r"log_quadrants=True: needs .* policy_loss=clip"):
         dataclasses.replace(config, log_quadrants=True)
+
+
+def test_a_resumed_run_may_change_how_it_runs_and_not_what_it_learns(tmp_path):
+    old = build_config(tmp_path)
+    free = replace(
+        old,
+        num_steps=old.num_steps + 1,
+        parallel=replace(old.parallel, data_parallel_size=4),
+        rollout=replace(old.rollout, engine="transformers"),
+        checkpoint=CheckpointConfig(interval_steps=3),
+    )
+    assert list_changes(old, free) == []
+    other = replace(free, seed=5, optimizer=replace(old.optimizer, lr=3e-6))
+    assert sorted(list_changes(old, other)) == ["optimizer.lr: 0.001 -> 3e-06", "seed: 0 -> 5"]

@@ -187,6 +187,7 @@ def test_a_killed_rank_ends_the_run_by_name(base, tmp_path):
     assert "trainer rank 1 was killed by SIGKILL" in stderr.splitlines()[0]
 
 
+@pytest.mark.slow  # torchrun waits 30 s before it kills a rank that is stopped
 def test_a_stopped_rank_ends_the_run_by_name(base, tmp_path):
     """A minute: rank 0 waits for rank 1, and torchrun 30 s before it kills what ignores SIGTERM."""
     # Longer than rank 0 takes on a busy machine to build the engine, while rank 1 waits for it.
@@ -203,6 +204,56 @@ def test_a_stopped_rank_ends_the_run_by_name(base, tmp_path):
     assert " of ranks [0, 1] (" in waiting
     assert hung.startswith("rank 1 (tp 1, pp 0, cp 0, dp 0) has not reported for ")
     assert "SIGKILL" not in stderr.splitlines()[0]
+
+
+def run_verify_resume(base, folder, **environment):
+    recipe = folder / "coin.py"
+    recipe.write_text(RECIPE.format(base=base, run_dir=folder / "run"))
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "megatron_stapo.cli", "verify-resume", str(recipe)),
+            "rollout.engine=transformers",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def test_verify_resume_passes_a_run_that_is_exact(base, tmp_path):
+    passed = run_verify_resume(base, tmp_path)
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    assert "2 steps, a kill and 2 more are the same as 4 steps" in passed.stdout
+    rows = json.loads((tmp_path / "run_resume" / "verify_resume.json").read_text())
+    what = {row["what"] for row in rows}
+    assert {"main weights", "first moments", "second moments", "stream position"} <= what
+    assert {"random states of every rank", "responses of step 3", "metrics of step 4"} <= what
+
+
+@pytest.mark.slow
+def test_verify_resume_fails_a_run_that_forgets_its_moments(base, tmp_path):
+    """Broken from outside: a resumed optimizer starts with moments of zero."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import sys
+if "megatron_stapo.train" in sys.orig_argv:
+    from megatron_stapo.checkpoint import resume, state
+    load = resume.load_checkpoint
+    def forget(checkpoint, trainer):
+        loaded = load(checkpoint, trainer)
+        for key, piece in state.build_optimizer_state(trainer).items():
+            if key.startswith("exp_avg."):
+                piece.data.zero_()
+        return loaded
+    resume.load_checkpoint = forget
+"""
+    )
+    broken = run_verify_resume(base, tmp_path, PYTHONPATH=str(tmp_path))
+    assert broken.returncode == 1
+    [line] = [line for line in broken.stdout.splitlines() if line.startswith("first moments")]
+    assert line.endswith("FAILED")
+    assert "are NOT the same" in broken.stdout
 
 
 def test_ctrl_c_leaves_a_readable_run_folder(base, tmp_path):
