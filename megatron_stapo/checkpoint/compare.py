@@ -155,7 +155,7 @@ def _measure(first: Any, second: Any) -> float:
     """Largest relative difference of two nests of numbers; inf where another thing differs."""
     if isinstance(first, float) and isinstance(second, float):
         # Smaller numbers are rounding errors themselves, such as the log-prob gap.
-        return abs(first - second) / max(abs(first), abs(second), 1e-4)
+        return abs(first - second) / max(abs(first), abs(second), 1e-3)
     if isinstance(first, Iterable) and isinstance(second, Iterable) and not isinstance(first, str):
         one, other = list(first), list(second)
         if len(one) != len(other):
