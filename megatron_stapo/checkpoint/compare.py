@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_stapo.checkpoint.folder import METRICS_FILE, name_checkpoint, read_state
 from megatron_stapo.checkpoint.rollouts import load_rollouts, name_rollouts
-from megatron_stapo.checkpoint.tensors import StoredTensors
+from megatron_stapo.checkpoint.tensors import MOMENTS, WEIGHTS, StoredTensors
 
-KINDS = ("weights", "exp_avg", "exp_avg_sq")
+_NAMES = dict(zip((WEIGHTS, *MOMENTS), ("main weights", "first moments", "second moments")))
 # What tells how long something took, and not what came of it.
 _TIMINGS = ("tokens_per_s",)
 
@@ -83,7 +84,7 @@ def read_metrics(checkpoint: Path) -> dict[int, dict[str, float | None]]:
 
 def _compare_tensors(first: Path, second: Path) -> Iterator[Comparison]:
     stored = [StoredTensors(first), StoredTensors(second)]
-    for kind in KINDS:
+    for kind, what in _NAMES.items():
         keys = [sorted(k for k in s.tensors if k.startswith(f"{kind}.")) for s in stored]
         digests = [hashlib.sha256(), hashlib.sha256()]
         difference = 0.0 if keys[0] == keys[1] else math.inf
@@ -95,9 +96,7 @@ def _compare_tensors(first: Path, second: Path) -> Iterator[Comparison]:
             if len(pair) == 2:
                 difference = max(difference, _subtract(*pair))
         yield Comparison(
-            what={"weights": "main weights", "exp_avg": "first moments"}.get(
-                kind, "second moments"
-            ),
+            what=what,
             first=digests[0].hexdigest()[:16],
             second=digests[1].hexdigest()[:16],
             difference=difference,
@@ -166,7 +165,7 @@ def _measure(first: Any, second: Any) -> float:
 
 def _read_random_states(checkpoint: Path) -> dict[str, str]:
     """Rank -> digest of its generators' states."""
-    reader = torch_checkpoint.FileSystemReader(checkpoint)
+    reader = FileSystemReader(checkpoint)
     keys = [
         key
         for key, value in reader.read_metadata().state_dict_metadata.items()
@@ -175,7 +174,7 @@ def _read_random_states(checkpoint: Path) -> dict[str, str]:
     state: dict[str, Any] = {key: io.BytesIO() for key in keys}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it reads in one process, as it is told to
-        torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
     digests = {}
     for key in sorted(keys):
         value = state[key]

@@ -7,7 +7,6 @@ neither Megatron nor a process group, for which torch's distributed checkpointin
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,9 +37,10 @@ from megatron_stapo.checkpoint.folder import (
     publish,
     read_state,
     read_versions,
+    sync,
     write_durably,
 )
-from megatron_stapo.checkpoint.tensors import StoredTensors
+from megatron_stapo.checkpoint.tensors import WEIGHTS, StoredTensors
 from megatron_stapo.config import load_model_json
 from megatron_stapo.model.hf_folder import (
     MAX_FILE_BYTES,
@@ -52,7 +52,7 @@ from megatron_stapo.model.hf_folder import (
 )
 from megatron_stapo.model.weights import WeightPair, build_weight_table, locate, merge, shard
 
-_PREFIX = "weights."
+_PREFIX = f"{WEIGHTS}."
 
 # What Megatron's `dist_checkpointing.load` looks for beside the tensors: its own file, and an
 # object in the form of its ShardedObject, which holds what is no tensor. Ours is in state.json.
@@ -300,8 +300,4 @@ def _write_aside(out: Path) -> Iterator[Path]:
 def _sync(folder: Path) -> None:
     """Wait until everything in a folder is on the disk."""
     for path in [folder, *folder.rglob("*")]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)

@@ -110,12 +110,9 @@ def publish(partial: Path, checkpoint: Path, digests: Mapping[str, Mapping[str, 
         OSError: a file cannot be written or renamed.
     """
     write_durably(partial / MANIFEST_FILE, json.dumps({"files": digests}, indent=2).encode())
-    _sync_folder(partial)
-    if checkpoint.exists():
-        # Of an earlier attempt of the same step, found broken or passed over on resume.
-        shutil.rmtree(checkpoint)
+    sync(partial)
     partial.rename(checkpoint)
-    _sync_folder(checkpoint.parent)
+    sync(checkpoint.parent)
 
 
 def list_files(checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -259,12 +256,12 @@ def replace_durably(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + _PARTIAL_SUFFIX)
     write_durably(partial, content)
     partial.replace(path)
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

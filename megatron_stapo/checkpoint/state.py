@@ -9,8 +9,8 @@ begin or end at a row. Such a range is at most three rectangles per block of row
 writes what it owns and nothing is gathered.
 """
 
+import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
+from megatron_stapo.checkpoint.tensors import MOMENTS, WEIGHTS
 from megatron_stapo.model.weights import Block, HfWeights, locate
 from megatron_stapo.parallel.groups import Groups
 from megatron_stapo.trainer.trainer import Trainer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _RANDOM_STATES_KEY = "random_states"
 
 
@@ -40,10 +40,7 @@ class Rectangle:
     @property
     def stop(self) -> int:
         """Element after the last."""
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return self.start + size
+        return self.start + math.prod(self.shape)
 
 
 def cut_rectangles(
@@ -83,7 +80,7 @@ def build_optimizer_state(trainer: Trainer) -> dict[str, ShardedTensor]:
         for parameter in optimizer.model_param_gbuf_map:
             owned = optimizer._get_model_param_range_map(parameter)["param"]
             tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-            flat = {"weights": tensors["param"], **{name: tensors[name] for name in MOMENTS}}
+            flat = {WEIGHTS: tensors["param"], **{name: tensors[name] for name in MOMENTS}}
             name = names[parameter]
             for kind, tensor in flat.items():
                 state |= _build_pieces(
@@ -97,7 +94,7 @@ def build_model_state(trainer: Trainer) -> dict[str, ShardedTensor]:
     state = {}
     for name, parameter, _ in trainer.weights.named_parameters():
         flat = parameter.data.view(-1)
-        state |= _build_pieces("weights", name, flat, 0, len(flat), trainer.weights, trainer.groups)
+        state |= _build_pieces(WEIGHTS, name, flat, 0, len(flat), trainer.weights, trainer.groups)
     return state
 
 
@@ -219,9 +216,3 @@ def _rate_replica(name: str, stored_name: str, layout: str, groups: Groups) -> i
     # Experts are spread over the tensor-parallel ranks as well, so none of these has a copy.
     is_copied = layout == "replicated" and ".experts." not in name
     return groups.tp_rank if is_copied else 0
-
-
-def iter_owned(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's main weights and moments by key and place, in a fixed order."""
-    for place, piece in sorted(build_optimizer_state(trainer).items()):
-        yield place, piece.data

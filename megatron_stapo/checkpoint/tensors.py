@@ -3,8 +3,13 @@
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+WEIGHTS = "weights"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Kinds of tensors; a key is KIND.NAME."""
 
 
 class StoredTensors:

@@ -197,7 +197,6 @@ class CrashTest:
 
     def check_result(self, name: str) -> None:
         for row in compare_runs(self._straight, self.name_run(name), NUM_STEPS, NUM_STEPS):
-            # The engine may have served a kill's remains; the seeds decide what it samples.
             assert row.is_equal, row
         assert not list(self.name_run(name).rglob("*.partial"))
 
