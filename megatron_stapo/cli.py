@@ -17,6 +17,7 @@ from megatron_stapo.config import (
     ParallelConfig,
     check_engine_layout,
     check_model_layout,
+    list_changes,
 )
 from megatron_stapo.evaluation.paper import METHODS, PRESETS, SIX_BENCHMARKS
 from megatron_stapo.recipe import apply_overrides, load_recipe
@@ -178,6 +179,11 @@ def _verify_resume(arguments: argparse.Namespace) -> int:
     """Returns 0 where the resumed run is the undisturbed one, else 1."""
     config = apply_overrides(load_recipe(arguments.recipe), arguments.overrides)
     resumed = apply_overrides(config, arguments.then)
+    if changes := list_changes(config, resumed):
+        raise ValueError(
+            f"--then: {'; '.join(changes)} makes it another experiment, of which the first half "
+            "knows nothing; give the layout alone (parallel.*), or change both halves."
+        )
     check_inputs(config)
     check_model_layout(resumed)
     from megatron_stapo.launch.resumption import launch_resume_check
@@ -187,9 +193,13 @@ def _verify_resume(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     """Returns 0 where the dump gives the recorded numbers, else 1."""
+    from megatron_stapo.checkpoint.dump import load_dump
+
+    dump = load_dump(Path(arguments.dump))
+    # Megatron takes seconds, and warns of what a CPU lacks.
     from megatron_stapo.verify.replay import format_replay, replay
 
-    result = replay(Path(arguments.dump))
+    result = replay(*dump)
     print(format_replay(result))
     return 0 if result.passed else 1
 

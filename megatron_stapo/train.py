@@ -102,12 +102,11 @@ def train(
         checkpointer.after_step(step)
     if driver and step == config.num_steps and not failure:
         driver.finish()
-    if step:
-        checkpointer.save(step)
-    checkpointer.finish()
+    unsaved = checkpointer.finish(step)
     if driver:
         driver.close()
-    fail_together(failure or (driver.describe_failure() if driver else None), groups)
+        failure = failure or driver.describe_failure()
+    fail_together("; and ".join(filter(None, (failure, unsaved))) or None, groups)
     if step == config.num_steps:
         trainer.weights.save(Path(config.run_dir) / "model")
         withdraw_stop(Path(config.run_dir))

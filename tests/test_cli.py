@@ -198,6 +198,16 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
     assert f"OUT={out}: exists and is not empty" in capsys.readouterr().err
 
 
+def test_a_resume_check_that_becomes_another_experiment_is_refused(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list_files()
+    assert main(["verify-resume", recipe, "--then", "optimizer.lr=1"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("stapo: error: --then: optimizer.lr: 1e-06 -> 1.0 makes it another")
+    assert list_files() == before
+
+
 def test_an_unknown_recipe_is_refused_without_heavy_imports(tmp_path: Path) -> None:
     program = (
         "import sys; from megatron_stapo.cli import main; code = main(['train', 'tiny_stapoo']);"

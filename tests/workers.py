@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import time
@@ -574,8 +575,7 @@ def run_checkpoint(
             else None,
             (lambda name, **values: None) if is_driver else None,
         )
-        checkpointer.save(step + 1)
-        checkpointer.finish()
+        assert checkpointer.finish(step + 1) is None
         return {
             "updates": updates,
             "weights": {n: t.clone() for n, t in trainer.weights.stream()},
@@ -654,7 +654,7 @@ def run_failing_saves(config: Config, run_dir: Path, full: str) -> dict[str, Any
 
     Returns:
         events: what rank 0 logged. published: names of the checkpoints after every save was waited
-            for. error: what this rank raised in the end.
+            for. error: what this rank raised in the end. finish: what it says then.
     """
     config = dataclasses.replace(config, run_dir=str(run_dir))
     with joined_world(config) as groups, pytest.MonkeyPatch.context() as patch:
@@ -670,6 +670,14 @@ def run_failing_saves(config: Config, run_dir: Path, full: str) -> dict[str, Any
             if full and groups.rank == 0 and (step == 2 or step >= 4):
                 (partial / full).symlink_to("/dev/full")
             write(writer, partial, *rest)
+
+        def read_companions(self: Any, *args: Any) -> dict[str, bytes]:
+            if full == "tokenizer.json" and (step == 2 or step >= 4):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), full)
+            return build_files(self, *args)
+
+        build_files = save.Checkpointer._build_files
+        patch.setattr(save.Checkpointer, "_build_files", read_companions)
 
         if full.startswith("__1"):
             # The other rank's file has to be there before that rank opens it.
@@ -702,4 +710,9 @@ def run_failing_saves(config: Config, run_dir: Path, full: str) -> dict[str, Any
             published.append([path.name for path in list_checkpoints(run_dir)])
             if error:
                 break
-        return {"events": events, "published": published, "error": error}
+        return {
+            "events": list(events),
+            "published": published,
+            "error": error,
+            "finish": checkpointer.finish(7),
+        }

@@ -97,8 +97,8 @@ def _run_rank(rank: int, num_ranks: int, port: int, folder: str, num_rounds: int
         (lambda name, **values: events.append(values)) if is_driver else None,
     )
     for step in range(1, num_rounds + 1):
-        checkpointer.save(step)
-        checkpointer.finish()
+        if error := checkpointer.finish(step):
+            raise RuntimeError(error)
     if is_driver:
         [checkpoint] = list_checkpoints(Path(config.run_dir))
         result = {

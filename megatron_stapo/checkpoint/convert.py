@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_stapo.checkpoint.folder import (
+    CHECKPOINTS_FOLDER,
     HF_FOLDER,
     MANIFEST_FILE,
     STATE_FILE,
@@ -63,14 +64,15 @@ _MEGATRON_COMMON: list[dict[str, Any]] = [{}]
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: the folder itself, or the newest one of a run folder.
+    """The checkpoint at a path: the folder itself, or the newest one of a run folder or of its
+    folder of checkpoints.
 
     Raises:
         ValueError: it is neither.
     """
     if (path / MANIFEST_FILE).is_file():
         return path
-    checkpoints = list_checkpoints(path)
+    checkpoints = list_checkpoints(path.parent if path.name == CHECKPOINTS_FOLDER else path)
     if not checkpoints:
         raise ValueError(
             f"CHECKPOINT={path}: is neither a checkpoint, having no {MANIFEST_FILE}, nor a run "

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 DUMPS_FOLDER = "dumps"
 UPDATE_FILE = "update.json"
 
+_MAX_FOLDERS_SHOWN = 8
+
 
 class StepDump:
     """Dumps the updates that are due, and every one that was left out."""
@@ -90,24 +92,33 @@ def load_dump(folder: Path) -> tuple[dict[str, Any], list[Microbatch]]:
     """Read the record of `StepDump.after_update` and the microbatches of all ranks.
 
     Raises:
-        ValueError: the folder is not a dump, or lacks a rank's file.
+        ValueError: the folder is not a dump, or a rank's file is damaged or missing.
     """
+    file = folder / UPDATE_FILE
     try:
-        record: dict[str, Any] = json.loads((folder / UPDATE_FILE).read_text())
-        microbatches = []
-        files = sorted(folder.glob("rank_*.safetensors"))
-        for file in files:
-            microbatches += _unflatten(load_file(file))
-    except (OSError, ValueError, SafetensorError) as error:
+        record: dict[str, Any] = json.loads(file.read_text())
+        num_rank_files = record["num_rank_files"]
+    except FileNotFoundError:
+        found = sorted(str(path.parent) for path in folder.glob(f"**/{UPDATE_FILE}"))
+        give = f"a folder such as RUN_DIR/{DUMPS_FOLDER}/step_000012/update_1"
+        if found:
+            give = f"one of {', '.join(found[:_MAX_FOLDERS_SHOWN])}"
+            give += ", ..." if len(found) > _MAX_FOLDERS_SHOWN else ""
+        raise ValueError(f"DUMP={folder}: has no {UPDATE_FILE}; give {give}.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"dump {file}: is damaged ({error!r}); restore it.") from error
+    files = sorted(folder.glob("rank_*.safetensors"))
+    if len(files) != num_rank_files:
         raise ValueError(
-            f"dump {folder}: cannot be read ({error}); give a folder such as "
-            f"RUN_DIR/{DUMPS_FOLDER}/step_000012/update_1."
-        ) from error
-    if len(files) != record["num_rank_files"]:
-        raise ValueError(
-            f"dump {folder}: has the streams of {len(files)} of {record['num_rank_files']} ranks; "
+            f"dump {folder}: has the streams of {len(files)} of {num_rank_files} ranks; "
             "restore the missing files."
         )
+    microbatches = []
+    for file in files:
+        try:
+            microbatches += _unflatten(load_file(file))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ValueError(f"dump {file}: is damaged ({error!r}); restore it.") from error
     return record, sorted(microbatches, key=lambda m: m.microbatch_id)
 
 

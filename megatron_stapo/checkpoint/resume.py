@@ -28,38 +28,42 @@ from megatron_stapo.trainer.trainer import Trainer
 def choose_checkpoint(run_dir: Path, groups: Groups) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint of which every file is as it was written.
 
-    The ranks share the files, so that the time goes by bytes per rank. A checkpoint with a fault is
-    renamed, and the one before it is tried.
+    The ranks share the files, so that the time goes by bytes per rank. Where one with a fault is
+    passed over, it is renamed. Where none is whole, all stay, so that the run is refused until
+    somebody restores one.
 
     Returns:
         The checkpoint, None where the run has none; the faults of newer ones.
 
-    Communicates: a broadcast and an all-reduce for every checkpoint that is tried.
+    Communicates: a broadcast, and an all-reduce for every checkpoint that is tried.
 
     Raises:
         RuntimeError: there are checkpoints, and none is whole; on every rank.
     """
-    faults: list[str] = []
-    while True:
-        tried: list[Any] = [None]
-        if groups.rank == 0:
-            tried = [next(reversed(list_checkpoints(run_dir)), None)]
-        dist.broadcast_object_list(tried, src=0)
-        [checkpoint] = tried
-        if checkpoint is None:
-            if faults:
-                raise RuntimeError(
-                    f"run_dir={run_dir}: no checkpoint can be used. {' '.join(faults)} Restore one "
-                    "from a copy, or begin again with --fresh."
-                )
-            return None, faults
+    found: list[Any] = [list_checkpoints(run_dir) if groups.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    faults: dict[Path, str] = {}
+    for checkpoint in reversed(found[0]):
         fault = agree(_find_own_fault(checkpoint, groups), groups)
         if fault is None:
-            return checkpoint, faults
-        if groups.rank == 0:
-            aside = set_broken_aside(checkpoint)
-            fault = f"{fault} It is now {aside.name}."
-        faults.append(fault)
+            return checkpoint, [_set_aside(*item, groups) for item in faults.items()]
+        faults[checkpoint] = fault
+    if faults:
+        raise RuntimeError(
+            f"run_dir={run_dir}: no checkpoint can be used. {' '.join(faults.values())} Restore "
+            "one from a copy, or begin again with --fresh."
+        )
+    return None, []
+
+
+def _set_aside(checkpoint: Path, fault: str, groups: Groups) -> str:
+    """Rename a checkpoint, on rank 0; returns the fault and the new name."""
+    if groups.rank != 0:
+        return fault
+    try:
+        return f"{fault} It is now {set_broken_aside(checkpoint).name}."
+    except OSError as error:
+        return f"{fault} It cannot be renamed ({error.strerror})."
 
 
 def load_checkpoint(checkpoint: Path, trainer: Trainer) -> TrainerState:

@@ -182,10 +182,14 @@ class Checkpointer:
             async_sharded_save=True,
             async_strategy="mcore",
         )
+        part = _Part()
         files: dict[str, bytes] = {}
         if self._read_driver is not None:
-            files = self._build_files(num_steps_done, self._read_driver())
-        part = _Part()
+            try:
+                files = self._build_files(num_steps_done, self._read_driver())
+            except OSError as refused:
+                # The other ranks learn of it with the outcome of the writing.
+                part.error = _explain(refused)
         thread = threading.Thread(target=_write, args=(strategy.writer, partial, files, part))
         thread.start()
         self._save = _Save(
@@ -199,15 +203,25 @@ class Checkpointer:
             start_s=start_s,
         )
 
-    def finish(self) -> None:
-        """Wait until the last save is published.
+    def finish(self, num_steps_done: int = 0) -> str | None:
+        """Wait until the last checkpoint is published.
 
-        Raises:
-            RuntimeError: it failed; on every rank.
+        Args:
+            num_steps_done: steps after which there should be one, which is written if it is not
+                there; 0 leaves it at what has begun.
+
+        Returns:
+            Why it is not; on every rank.
         """
-        self._publish_if_written(wait=True)
+        try:
+            if num_steps_done:
+                self.save(num_steps_done)
+            self._publish_if_written(wait=True)
+        except RuntimeError as error:
+            return str(error)
         if self._num_failures:
-            raise RuntimeError(f"the last checkpoint was not written: {self._last_failure}")
+            return f"the last checkpoint was not written: {self._last_failure}"
+        return None
 
     def _build_files(self, num_steps_done: int, driver: DriverState) -> dict[str, bytes]:
         """What rank 0 writes beside tensors, by file name."""
@@ -331,6 +345,8 @@ class _PlainBytes(io.BytesIO):
 
 def _write(writer: Any, partial: Path, files: dict[str, bytes], part: _Part) -> None:
     """Write this rank's part, wait for the disk, take the checksums. Runs in a thread."""
+    if part.error:
+        return
     try:
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
         for bucket in writer.write_buckets or ():
@@ -347,7 +363,16 @@ def _write(writer: Any, partial: Path, files: dict[str, bytes], part: _Part) -> 
             write_durably(partial / name, content)
         for name in [*(name for _, name, _ in writer.write_buckets or ()), *files]:
             part.digests[name] = digest_file(partial / name)
-    except OSError as error:
-        part.error = f"{error.filename or partial}: {error.strerror}"
     except Exception as error:
-        part.error = repr(error)
+        part.error = _explain(error)
+
+
+def _explain(error: BaseException) -> str:
+    """What the system said, if it is behind the error: torch's writer of archives raises one of its
+    own about a position in the file where the disk is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return repr(error)

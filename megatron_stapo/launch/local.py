@@ -26,6 +26,9 @@ def main() -> None:
     Arguments: the run folder, and the launcher's process id. SIGTERM stops all tasks.
     """
     run_dir, launcher_pid = Path(sys.argv[1]).absolute(), int(sys.argv[2])
+    # Whoever sends it to every process of the run means the launcher, which ends the run in order.
+    # No handler of a child's: exec puts the default back, which ignoring would not.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
     adopt_orphans()
     tasks = [Task(**values) for values in json.load(sys.stdin)]
     try:

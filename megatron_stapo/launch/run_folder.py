@@ -66,10 +66,14 @@ def claim_run_folder(
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        if goes_on(run_dir):
-            _set_earlier_attempt_aside(run_dir)
-        else:
-            _set_earlier_run_aside(run_dir)
+        set_aside = _set_earlier_attempt_aside if goes_on(run_dir) else _set_earlier_run_aside
+        try:
+            set_aside(run_dir)
+        except OSError as error:
+            raise ValueError(
+                f"run_dir={run_dir}: what an earlier run left cannot be moved ({error}); repair "
+                "its permissions, or give another folder."
+            ) from error
         yield lock.fileno()
 
 
@@ -92,6 +96,7 @@ def _set_earlier_run_aside(run_dir: Path) -> None:
     while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
         number += 1
     aside.mkdir()
+    (aside / LOCK_FILE).touch()  # it stays a run, which a command with its name goes on with
     for entry in entries:
         entry.rename(aside / entry.name)
     print(f"the earlier run of {run_dir} is now in {aside}")

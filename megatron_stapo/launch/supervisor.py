@@ -21,6 +21,7 @@ from typing import Any, Literal
 from megatron_stapo.checkpoint.folder import replace_durably
 from megatron_stapo.checkpoint.stop import STOP_FILE, request_stop
 from megatron_stapo.config import Config, to_dict
+from megatron_stapo.launch.console import outlive_console
 from megatron_stapo.launch.failure import describe_failure
 from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
 from megatron_stapo.launch.run_folder import claim_run_folder
@@ -64,14 +65,19 @@ def launch(
         stop_timeout_s: seconds that the tasks have to save and end after a first signal.
 
     Returns:
-        Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM or a stop file.
+        Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM or a stop file,
+            129 after SIGHUP.
 
     Raises:
         ValueError: the run folder is in use, or not a run's, or goes_on refuses it. Nothing was
             started.
     """
     run_dir = Path(config.run_dir)
-    with claim_run_folder(run_dir, goes_on) as lock, _record_signals() as received:
+    with (
+        outlive_console(),
+        claim_run_folder(run_dir, goes_on) as lock,
+        _record_signals() as received,
+    ):
         (run_dir / LOGS_FOLDER).mkdir()
         replace_durably(
             run_dir / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode()
@@ -111,11 +117,13 @@ def launch(
 
 @contextmanager
 def _record_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list, so that they end the run in order and not anywhere."""
+    """Collect signals that ask for an end in a list, so that they end the run in order and not
+    anywhere. What the launcher's parent has it ignore, as nohup does SIGHUP, stays ignored."""
     received: list[int] = []
     previous = {
         signum: signal.signal(signum, lambda signum, frame: received.append(signum))
-        for signum in (signal.SIGINT, signal.SIGTERM)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signum) is not signal.SIG_IGN
     }
     try:
         yield received
@@ -176,7 +184,8 @@ def _run_experiment(
             request_stop(run_dir, signal.Signals(received[0]).name)
             wait_for_end(stop_timeout_s)
         if experiment.poll() is None:
-            print("stopping; a second signal stops at once", flush=True)
+            is_last = len(received) > 1
+            print("stopping" if is_last else "stopping; a second signal stops at once", flush=True)
             experiment.terminate()
             wait_for_end(_STOP_TIMEOUT_S)
         progress.print_new()

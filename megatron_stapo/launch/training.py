@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_stapo.checkpoint.folder import list_checkpoints
+from megatron_stapo.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
 from megatron_stapo.config import Config, from_dict, list_changes
 from megatron_stapo.launch.supervisor import Ending, launch
 from megatron_stapo.launch.tasks import build_tasks
@@ -65,30 +65,38 @@ def continues(run_dir: Path, config: Config, changed: bool) -> bool:
         changed: the settings may differ.
 
     Raises:
-        ValueError: the folder holds an unfinished run of another experiment, with checkpoints.
+        ValueError: the folder holds a run that this one would go on with, but with other settings,
+            or settings that cannot be read; it has checkpoints, which are not to be left behind
+            unasked. Or changed is given, and there are no more steps to take.
     """
-    try:
-        old = from_dict(json.loads((run_dir / "config.json").read_text()))
-    except FileNotFoundError:
-        return False
-    except (ValueError, TypeError) as error:
-        if not list_checkpoints(run_dir):
-            return False
-        raise ValueError(
-            f"run_dir={run_dir}: its config.json cannot be read ({error}), and it has checkpoints; "
-            "give another folder, or --fresh to set that run aside."
-        ) from error
     num_steps_done = _read_num_steps_if_finished(run_dir)
-    differences = list_changes(old, config)
-    if num_steps_done is not None and (differences or config.num_steps <= num_steps_done):
+    if num_steps_done is not None and config.num_steps <= num_steps_done:
+        if changed:
+            raise ValueError(
+                f"num_steps={config.num_steps}: the run in {run_dir} has finished "
+                f"{num_steps_done}, so that --changed has nothing to go on with; ask for more."
+            )
         return False
-    if differences and not changed:
-        if not list_checkpoints(run_dir):
+    has_checkpoints = bool(list_checkpoints(run_dir))
+    path = run_dir / "config.json"
+    try:
+        old = from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        if not has_checkpoints:
             return False
         raise ValueError(
-            f"run_dir={run_dir}: holds an unfinished run with other settings "
-            f"({'; '.join(differences)}). Give the old ones to go on with it, --changed to take "
-            "the new ones into it, --fresh to set it aside and begin anew, or another run_dir=."
+            f"run_dir={run_dir}: has checkpoints, and its config.json cannot be read ({error}). "
+            f"Restore it, for example from {CHECKPOINTS_FOLDER}/, give another folder, or --fresh "
+            "to set that run aside."
+        ) from error
+    differences = list_changes(old, config)
+    if differences and not changed:
+        if not has_checkpoints:
+            return False
+        raise ValueError(
+            f"run_dir={run_dir}: holds a run with other settings ({'; '.join(differences)}). Give "
+            "the old ones to go on with it, --changed to take the new ones into it, --fresh to set "
+            "it aside and begin anew, or another run_dir=."
         )
     return True
 
@@ -96,6 +104,6 @@ def continues(run_dir: Path, config: Config, changed: bool) -> bool:
 def _read_num_steps_if_finished(run_dir: Path) -> int | None:
     try:
         summary = json.loads((run_dir / SUMMARY_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    return int(summary["num_steps"]) if summary["status"] == "finished" else None
+        return int(summary["num_steps"]) if summary["status"] == "finished" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # written at the end of a run; without one there was none

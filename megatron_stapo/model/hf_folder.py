@@ -4,6 +4,7 @@ Both go tensor by tensor, so that no process holds a model to read or write it.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,6 +80,9 @@ def write_tensors(
     def write_held() -> None:
         path = folder / f"model-{len(names_by_file)}.safetensors{_PARTIAL_SUFFIX}"
         save_file(held, path, metadata={"format": "pt"})
+        # safetensors lets nobody but the owner read it, whatever the umask.
+        os.umask(umask := os.umask(0o077))
+        path.chmod(0o666 & ~umask)
         names_by_file.append(list(held))
         held.clear()
 

@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_stapo.checkpoint.dump import load_dump
 from megatron_stapo.config import from_dict
 from megatron_stapo.trainer.loss import compute_loss, compute_token_loss
 from megatron_stapo.trainer.masks import MaskAssigner
@@ -52,16 +50,12 @@ class Replay:
         return same_loss and self.num_mask_differences == 0 and self.weight_difference == 0
 
 
-def replay(folder: Path) -> Replay:
-    """Replay an update.
+def replay(record: dict[str, Any], microbatches: list[Microbatch]) -> Replay:
+    """Replay an update; the arguments are those of `load_dump`.
 
     The streams are those of the run: log-probabilities and entropies that masks were decided on,
     and the update's own log-probabilities, which the loss is of.
-
-    Raises:
-        ValueError: the folder is not a whole dump.
     """
-    record, microbatches = load_dump(folder)
     config = from_dict(record["config"])
     masks = [m.loss_mask_T for m in microbatches]
     weights = [m.loss_weights_T for m in microbatches]

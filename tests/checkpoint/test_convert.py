@@ -1,6 +1,7 @@
 """Hugging Face folder to checkpoint and back, bit for bit and in bounded memory."""
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -129,7 +130,10 @@ def test_export_of_an_import_is_the_same_folder(model: Path, tmp_path: Path) -> 
     assert export_checkpoint(checkpoint, out, max_file_bytes=100_000) == 0
 
     assert_equal(load_tensors(out), load_tensors(copied))
-    assert len(set(find_tensor_files(str(out)).values())) > 2
+    files = sorted(set(find_tensor_files(str(out)).values()))
+    assert len(files) > 2
+    os.umask(umask := os.umask(0o077))
+    assert {(out / name).stat().st_mode & 0o777 for name in files} == {0o666 & ~umask}
     for path in copied.iterdir():
         if path.suffix != ".safetensors":
             assert (out / path.name).read_bytes() == path.read_bytes()
@@ -222,7 +226,8 @@ def test_pieces_of_several_ranks_are_put_together_and_cast(
     write_state(checkpoint, dtype="bfloat16")
     write_manifest(checkpoint)
 
-    assert find_checkpoint(tmp_path) == find_checkpoint(checkpoint) == checkpoint
+    for path in (checkpoint, checkpoint.parent, tmp_path):
+        assert find_checkpoint(path) == checkpoint
     assert export_checkpoint(checkpoint, tmp_path / "out") == 12
     assert_equal(load_tensors(tmp_path / "out"), cast(load_tensors(model), "bfloat16"))
     model_json = json.loads((model / "config.json").read_text())

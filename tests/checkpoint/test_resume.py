@@ -144,5 +144,9 @@ def test_without_a_whole_checkpoint_the_run_refuses(rank_pool, tiny_models, tmp_
     rank_pool.run(run_checkpoint, 1, config, groups, None, 1, tmp_path)
     state = name_checkpoint(tmp_path, 1) / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"num_updates": 5}))
-    with pytest.raises(AssertionError, match=r"no checkpoint can be used.*state\.json.*--fresh"):
-        rank_pool.run(run_checkpoint, 1, config, groups, tmp_path, 0, tmp_path / "out")
+    for _ in range(2):  # the second time it is no new run either
+        with pytest.raises(
+            AssertionError, match=r"no checkpoint can be used.*state\.json.*--fresh"
+        ):
+            rank_pool.run(run_checkpoint, 1, config, groups, tmp_path, 0, tmp_path / "out")
+        assert list_checkpoints(tmp_path) == [name_checkpoint(tmp_path, 1)]

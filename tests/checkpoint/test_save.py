@@ -9,7 +9,11 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    "full", ["__0_0.distcp", "__1_0.distcp", "state.json", ".metadata.tmp", "manifest.json"]
+    "full",
+    [
+        *("__0_0.distcp", "__1_0.distcp", "state.json", ".metadata.tmp", "manifest.json"),
+        "tokenizer.json",  # read by rank 0 alone, before the writing
+    ],
 )
 def test_a_full_disk_is_a_failure_of_all_ranks_alike(rank_pool, tiny_models, tmp_path, full):
     config = Layout(dp=2).build_config(tiny_models["tied"], checkpoint__keep_last=3)
@@ -22,6 +26,7 @@ def test_a_full_disk_is_a_failure_of_all_ranks_alike(rank_pool, tiny_models, tmp
         assert f"rank {int(full.startswith('__1'))}" in result["error"]
         assert "No space left on device" in result["error"]
         assert "give the same command to go on" in result["error"]
+        assert "No space left on device" in result["finish"]
     names = [event["name"] for event in results[0]["events"]]
     failed = "checkpoint_failed"
     assert names == ["checkpoint", failed, "checkpoint", failed, failed, failed]

@@ -77,6 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "torchrun_killed": "wait",
         "engine_killed": "wait",
         "interrupted": "wait",
+        "hung_up": "wait",
         "launcher_killed": "wait",
         "experiment_killed": "wait",
     }
@@ -95,7 +96,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
     yield runs
     for run in runs.values():
         run.launcher.kill()
-        run.launcher.communicate()
+        run.launcher.wait()
+        for pipe in (run.launcher.stdout, run.launcher.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 def test_success_stops_the_engine_and_exits_0(runs: dict[str, Run]) -> None:
@@ -167,6 +171,21 @@ def test_ctrl_c_ends_the_run_with_130_and_a_summary(runs: dict[str, Run]) -> Non
     assert (exit_code, stderr) == (130, "stapo: stopped by SIGINT.\n")
     assert "interrupted after 1 of 2 steps" in stdout
     assert run.read_summary()["reason"] == "stopped by SIGINT."
+
+
+def test_a_closed_terminal_ends_the_run_with_129_and_a_summary(runs: dict[str, Run]) -> None:
+    run = runs["hung_up"]
+    run.wait_until_ready()
+    processes = run.find_processes()
+    (experiment,) = psutil.Process(run.launcher.pid).children()
+    experiment.send_signal(signal.SIGINT)  # means the launcher, if it means anything
+    assert run.launcher.stdout is not None and run.launcher.stderr is not None
+    run.launcher.stdout.close()
+    run.launcher.stderr.close()
+    run.launcher.send_signal(signal.SIGHUP)
+    assert run.launcher.wait(timeout=END_TIMEOUT_S) == 129
+    wait_until(lambda: not any(map(is_running, processes)), END_TIMEOUT_S, "no process is left")
+    assert run.read_summary()["reason"] == "stopped by SIGHUP."
 
 
 def test_a_killed_launcher_leaves_no_process(runs: dict[str, Run]) -> None:

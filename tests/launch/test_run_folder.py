@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -28,6 +29,27 @@ def test_earlier_runs_are_moved_aside_one_by_one(
     kept = [run_dir.with_name(name) / "logs" / "engine.log" for name in ("run.1", "run.2", "run")]
     assert [file.read_text() for file in kept] == ["0", "1", "2"]
     assert f"the earlier run of {run_dir} is now in {run_dir}.2" in capsys.readouterr().out
+    aside = run_dir.with_name("run.1")
+    with claim_run_folder(aside, lambda run_dir: True):
+        assert [file.read_text() for file in aside.rglob("engine.log")] == ["0"]
+
+
+def test_what_cannot_be_moved_aside_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with claim_run_folder(tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("old")
+
+    def refuse(path: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    for goes_on in (lambda run_dir: True, lambda run_dir: False):
+        with (
+            pytest.raises(ValueError, match=r"cannot be moved \(.*Permission denied.*metrics"),
+            claim_run_folder(tmp_path, goes_on),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("name", ["", "model"])

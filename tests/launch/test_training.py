@@ -42,8 +42,15 @@ def test_another_experiment_is_refused_by_name_where_something_would_be_lost(tmp
     with pytest.raises(ValueError, match=r"seed: 0 -> 3.*--changed.*--fresh"):
         continues(tmp_path, other, changed=False)
     assert continues(tmp_path, other, changed=True)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json cannot be read.*--fresh"):
+
+
+@pytest.mark.parametrize("content", ["{", "[]", None])
+def test_checkpoints_without_their_settings_are_not_left_behind(tmp_path, old, content):
+    file = tmp_path / "config.json"
+    file.unlink() if content is None else file.write_text(content)
+    assert not continues(tmp_path, old, changed=False)
+    add_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"has checkpoints.*config.json cannot be read.*--fresh"):
         continues(tmp_path, old, changed=True)
 
 
@@ -51,8 +58,21 @@ def test_a_finished_run_begins_anew_unless_it_is_extended(tmp_path, old):
     add_checkpoint(tmp_path)
     finish(tmp_path, 8)
     assert not continues(tmp_path, old, changed=False)
-    assert continues(tmp_path, dataclasses.replace(old, num_steps=9), changed=False)
-    assert not continues(tmp_path, dataclasses.replace(old, num_steps=9, seed=1), changed=False)
+    with pytest.raises(ValueError, match=r"num_steps=8.*has finished 8.*ask for more"):
+        continues(tmp_path, old, changed=True)
+    longer = dataclasses.replace(old, num_steps=9)
+    assert continues(tmp_path, longer, changed=False)
+    other = dataclasses.replace(longer, seed=1)
+    with pytest.raises(ValueError, match=r"holds a run with other settings \(.*seed: 0 -> 1"):
+        continues(tmp_path, other, changed=False)
+    assert continues(tmp_path, other, changed=True)
+
+
+@pytest.mark.parametrize("summary", ["{}", "[]", "{", '{"status": "failed", "num_steps": 8}'])
+def test_a_run_without_the_summary_of_a_finished_one_goes_on(tmp_path, old, summary):
+    add_checkpoint(tmp_path)
+    (tmp_path / "summary.json").write_text(summary)
+    assert continues(tmp_path, old, changed=False)
 
 
 def test_an_empty_folder_is_nothing_to_go_on_from(tmp_path):

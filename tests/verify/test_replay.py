@@ -89,6 +89,18 @@ def test_a_folder_that_is_no_dump_is_refused(rank_pool, tmp_path):
     assert code == 2 and "give a folder such as" in err
 
 
+def test_what_is_wrong_with_a_dump_is_named(rank_pool, tiny_models, tmp_path):
+    run(rank_pool, tiny_models, Layout(), tmp_path)
+    [(code, _, err)] = rank_pool.run(run_command, 1, "replay", str(tmp_path))
+    assert code == 2 and f"give one of {name_dump(tmp_path, 1, 1)}, " in err
+    folder = name_dump(tmp_path, 1, 1)
+    for name in ("rank_0.safetensors", "update.json"):
+        file = folder / name
+        file.write_bytes(file.read_bytes()[:100])
+        code, _, err = replay(rank_pool, tmp_path, 1)
+        assert code == 2 and f"dump {file}: is damaged" in err
+
+
 def test_the_config_of_a_dump_is_the_runs(rank_pool, tiny_models, tmp_path):
     from megatron_stapo.checkpoint.dump import load_dump
     from megatron_stapo.config import from_dict
