@@ -151,6 +151,29 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The machines. What does not fit on one of them spreads over several."""
+
+    accelerator: Literal["h20", "h20_141", "h100", "h200"] = "h20"
+    """What `stapo plan` computes memory and time for; h20 has 96 GB, h20_141 has 141."""
+    num_gpus_per_node: int = 8
+    """Ranks of trainer and engines that a node holds, on CPUs too."""
+
+    def __post_init__(self) -> None:
+        for name, options in _list_options(ClusterConfig).items():
+            value = getattr(self, name)
+            _require(
+                value in options, f"cluster.{name}", value, f"must be one of {', '.join(options)}."
+            )
+        _require(
+            self.num_gpus_per_node >= 1,
+            "cluster.num_gpus_per_node",
+            self.num_gpus_per_node,
+            "must be >= 1.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The problems, and how rollouts are packed for the trainer."""
 
@@ -189,8 +212,12 @@ class RolloutConfig:
     max_response_tokens: int = 15360
     temperature: float = 1.0
     """Divides the logits in the engine and in the trainer alike."""
+    num_engines: int = 1
+    """vLLM engines beside the trainer, each on GPUs of its own."""
     tensor_parallel_size: int = 1
-    """Ranks of the vLLM engine."""
+    """Ranks that share each layer of an engine."""
+    pipeline_parallel_size: int = 1
+    """Stages of an engine."""
     max_num_seqs: int = 256
     """Sequences that the engine decodes at a time."""
     kv_cache_bytes: int | None = None
@@ -217,7 +244,9 @@ class RolloutConfig:
         for name in (
             "num_prompts_per_step",
             "max_response_tokens",
+            "num_engines",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "max_num_seqs",
         ):
             _require(
@@ -233,12 +262,19 @@ class RolloutConfig:
             self.kv_cache_bytes,
             "must be > 0 bytes, or None.",
         )
-        _require(
-            not (self.engine == "transformers" and self.tensor_parallel_size > 1),
-            "rollout.tensor_parallel_size",
-            self.tensor_parallel_size,
-            "the transformers engine runs in one process; set it to 1.",
-        )
+        if self.engine == "transformers":
+            for name in ("num_engines", "tensor_parallel_size", "pipeline_parallel_size"):
+                _require(
+                    getattr(self, name) == 1,
+                    f"rollout.{name}",
+                    getattr(self, name),
+                    "the transformers engine runs in one process; set it to 1.",
+                )
+
+    @property
+    def num_engine_ranks(self) -> int:
+        """Processes that hold a part of an engine's model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -554,6 +590,7 @@ class Config:
     model: ModelConfig
     parallel: ParallelConfig
     data: DataConfig
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -854,8 +891,11 @@ _FREE_TO_CHANGE = (
     "run_dir",
     "parallel",
     "data.max_microbatch_tokens",
+    "cluster",
     "rollout.engine",
+    "rollout.num_engines",
     "rollout.tensor_parallel_size",
+    "rollout.pipeline_parallel_size",
     "rollout.max_num_seqs",
     "rollout.kv_cache_bytes",
     "rollout.start_timeout_s",
