@@ -50,7 +50,10 @@ def connected_hosts(num_hosts: int) -> Iterator[list[Host]]:
             hosts.append(host)
             make(f"netns add {host.name}", f"netns del {host.name}")
             cable = _name_cable(host.name)
-            _ip(f"link add {cable} type veth peer name eth0 netns {host.name}")
+            # A namespace may outlive its name for a while, and would keep its cable.
+            make(
+                f"link add {cable} type veth peer name eth0 netns {host.name}", f"link del {cable}"
+            )
             _ip(f"link set {cable} master {bridge} up")
             for command in (
                 f"addr add {host.address}/24 dev eth0",
