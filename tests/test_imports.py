@@ -9,8 +9,9 @@ PACKAGE = Path(__file__).parent.parent / "megatron_stapo"
 
 # A room may import those of the levels before its own.
 LEVELS = [
+    {"published_models"},
     {"config", "types"},
-    {"algo", "ops", "rewards", "algorithms"},
+    {"algo", "ops", "rewards", "algorithms", "plan"},
     {"data", "rollout", "parallel", "observability"},
     {"model", "evaluation"},
     {"trainer", "reshard"},
