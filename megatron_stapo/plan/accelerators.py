@@ -57,7 +57,7 @@ ACCELERATORS = {
             bf16_flops=989e12,
             hbm_bytes_per_s=3.35e12,
             gemm_efficiency=0.50,
-            expert_efficiency=0.20,
+            expert_efficiency=0.15,
         ),
         Accelerator(
             name="h200",
@@ -65,7 +65,7 @@ ACCELERATORS = {
             bf16_flops=989e12,
             hbm_bytes_per_s=4.8e12,
             gemm_efficiency=0.50,
-            expert_efficiency=0.20,
+            expert_efficiency=0.15,
         ),
     )
 }
@@ -95,9 +95,9 @@ DP_IMBALANCE = 1.01
 1.000 to 1.016]."""
 
 # Rollouts.
-HBM_EFFICIENCY = 0.70
+HBM_EFFICIENCY = 0.60
 """Reached share of the bandwidth while decoding [A]."""
-DECODE_OVERHEAD_S = 4e-3
+DECODE_OVERHEAD_S = 6e-3
 """Of a decoding step, beside the model: scheduler, sampler, log-probabilities [F]."""
 TP_LATENCY_S = 15e-6
 """Of an all-reduce of a decoding step; a layer has two [A]."""
