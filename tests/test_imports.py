@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "megatron_stapo"
 LEVELS = [
     {"published_models"},
     {"config", "types"},
-    {"algo", "ops", "rewards", "algorithms", "plan"},
+    {"algo", "ops", "rewards", "algorithms"},
     {"data", "rollout", "parallel", "observability"},
-    {"model", "evaluation"},
+    {"model", "evaluation", "plan"},
     {"trainer", "reshard"},
     {"checkpoint"},
     {"driver"},

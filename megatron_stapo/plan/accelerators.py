@@ -87,6 +87,9 @@ ENGINE_BATCHED_TOKENS = 8192
 # Training.
 LINK_EFFICIENCY = 0.8
 """Reached share of a link in collectives of many MB [A: nccl-tests on such machines]."""
+CONTEXT_PARALLEL_LOSS = 0.1
+"""What attention takes longer per doubling of the context-parallel ranks: kernels on ever shorter
+parts of a sequence, the ring's steps between them, and the padding [A]."""
 MICROBATCH_FILL = 0.95
 """Tokens of a microbatch of its budget: first-fit of 512 sequences [P: performance notes 0.91 to
 0.98, derived]."""

@@ -111,9 +111,16 @@ class Problem:
         memory = compute_engine_memory(
             self.shape, rollout, self.accelerator, self.config.model.dtype
         )
-        time = compute_rollout_time(
+        time = self.estimate_sampling(rollout, memory, self.workload)
+        return EngineEstimate(rollout=rollout, memory=memory, time=time)
+
+    def estimate_sampling(
+        self, rollout: RolloutConfig, memory: EngineMemory, workload: Workload
+    ) -> RolloutTime:
+        """Time that the engines take for a step's responses or an evaluation's."""
+        return compute_rollout_time(
             self.shape,
-            self.workload,
+            workload,
             self.accelerator,
             num_engines=rollout.num_engines,
             tensor_parallel_size=rollout.tensor_parallel_size,
@@ -121,7 +128,6 @@ class Problem:
             max_num_seqs=rollout.max_num_seqs,
             kv_tokens=memory.kv_tokens,
         )
-        return EngineEstimate(rollout=rollout, memory=memory, time=time)
 
     def combine(self, trainer: TrainerEstimate, engines: EngineEstimate) -> Estimate:
         """The step of both."""

@@ -8,7 +8,10 @@ from megatron_stapo.plan.accelerators import ACCELERATORS, GIB
 from megatron_stapo.plan.estimate import Estimate, Problem
 from megatron_stapo.plan.search import find_layouts
 from megatron_stapo.plan.shape import build_shape
-from megatron_stapo.plan.workload import build_workload
+from megatron_stapo.plan.workload import build_evaluation_workload, build_workload
+
+_SLACK = 0.7
+"""Of a time limit that a phase may take in the mean: steps differ, and the formulas are rough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,8 @@ class Plan:
     """The same layout on every accelerator, or what does not fit there."""
     layouts: list[Estimate]
     """Of as many GPUs, one per split that fits, fastest first."""
+    evaluation: float
+    """Seconds of sampling the benchmarks once; 0 without any, or where their size is not known."""
 
     @property
     def num_trainer_gpus(self) -> int:
@@ -57,6 +62,32 @@ class Plan:
             }
             waits = max(lost, key=lambda name: lost[name])
         return f"{longest}, {share:.0%} of the step; it waits for {waits}"
+
+    @property
+    def run_days(self) -> float:
+        """Of all steps and evaluations."""
+        config = self.problem.config
+        num_evaluations = 2
+        if config.evaluation.interval_steps is not None:
+            num_evaluations = 1 + -(-config.num_steps // config.evaluation.interval_steps)
+        seconds = config.num_steps * self.estimate.total + num_evaluations * self.evaluation
+        return seconds / 86400
+
+    @property
+    def warnings(self) -> list[str]:
+        """Time limits of the config that its own phases may reach."""
+        config = self.problem.config
+        rollout = self.estimate.phases["rollout"]
+        longest = max(rollout, self.evaluation)
+        what = "a rollout" if rollout >= self.evaluation else "an evaluation"
+        return [
+            f"{name}={limit:g}: {what} takes about {longest:.0f} s; use {longest / _SLACK:.0f}."
+            for name, limit in (
+                ("rollout.request_timeout_s", config.rollout.request_timeout_s),
+                ("parallel.timeout_s", config.parallel.timeout_s),
+            )
+            if longest > _SLACK * limit
+        ]
 
 
 def build_plan(config: Config, mean_response_tokens: float | None = None) -> Plan:
@@ -100,7 +131,19 @@ def build_plan(config: Config, mean_response_tokens: float | None = None) -> Pla
     layouts = find_layouts(problem, num_gpus)
     if isinstance(mine, str):
         raise ValueError(f"{mine}; {_suggest(problem, layouts, num_gpus)}")
-    return Plan(problem=problem, estimate=mine, others=estimates, layouts=layouts)
+    benchmarks = build_evaluation_workload(config, mean)
+    evaluation = 0.0
+    if benchmarks is not None:
+        evaluation = problem.estimate_sampling(
+            config.rollout, mine.engines.memory, benchmarks
+        ).total
+    return Plan(
+        problem=problem,
+        estimate=mine,
+        others=estimates,
+        layouts=layouts,
+        evaluation=evaluation,
+    )
 
 
 def _suggest(problem: Problem, layouts: Sequence[Estimate], num_gpus: int) -> str:
@@ -165,10 +208,17 @@ def format_plan(plan: Plan) -> str:
         f"{plan.num_received_bytes / 1e9:.1f} GB in all, "
         f"{problem.num_weight_bytes / estimate.engines.rollout.num_engine_ranks / 1e9:.2f} GB per "
         "engine GPU",
-        f"run: {config.num_steps} steps, {config.num_steps * estimate.total / 86400:.1f} days "
-        "without evaluations and checkpoints",
+        f"run: {config.num_steps} steps, {plan.run_days:.1f} days with an evaluation of "
+        f"{plan.evaluation:.0f} s "
+        + (
+            f"every {config.evaluation.interval_steps} steps"
+            if config.evaluation.interval_steps
+            else "before and after"
+        ),
+        *(f"warning: {warning}" for warning in plan.warnings),
         "",
-        f"layouts of {num_gpus} GPUs that fit, fastest first; this one takes {estimate.total:.0f} s",
+        f"layouts of {num_gpus} GPUs that fit, the fastest of every split; this one takes "
+        f"{estimate.total:.0f} s",
         *_format_layouts(plan.layouts[:5]),
     ]
     if plan.layouts and plan.layouts[0].total < 0.97 * estimate.total:
@@ -187,6 +237,8 @@ def _format_trainer(estimate: Estimate) -> str:
         ("EP", parallel.expert_model_parallel_size),
     ]
     words = [f"{name}{size}" for name, size in sizes if size > 1] or ["DP1"]
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        words.append("no SP")
     words.append(f"recompute {parallel.recompute}")
     return f"{' '.join(words)}, {estimate.trainer.max_microbatch_tokens} tokens per microbatch"
 

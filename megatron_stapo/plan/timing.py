@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_stapo.config import ParallelConfig, list_stage_layers
 from megatron_stapo.plan.accelerators import (
+    CONTEXT_PARALLEL_LOSS,
     DECODE_OVERHEAD_S,
     DP_IMBALANCE,
     HBM_EFFICIENCY,
@@ -101,6 +102,7 @@ def compute_training_time(
     products = products / (tp * cp * peak)
     products += 2 * shape.active_expert_layer_params * tokens / (tp * cp * expert_peak)
     attention = 2 * shape.query_size * workload.mean_square_tokens * share / (tp * cp * peak)
+    attention *= 1 + CONTEXT_PARALLEL_LOSS * math.log2(cp)
     head = 2 * shape.embedding_params * responses / (tp * cp * peak)
 
     def link(size: int) -> float:
@@ -210,7 +212,7 @@ def compute_rollout_time(
         The stages of a pipeline take a part of the sequences each: what a round of all of them
         reads of weights is the whole once.
         """
-        touched = 1 - untouched ** (num_running / pp)
+        touched = 1 - math.pow(untouched, num_running / pp)
         weights = (kept + touched * experts) / rank_bandwidth
         cache = context * shape.kv_bytes_per_token / pp / rank_bandwidth
         flops = 2 * active * num_running + 4 * shape.num_layers * shape.query_size * context

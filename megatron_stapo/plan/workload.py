@@ -6,6 +6,7 @@ from functools import cache
 from statistics import NormalDist
 
 from megatron_stapo.config import Config
+from megatron_stapo.data.benchmarks import BENCHMARKS
 from megatron_stapo.plan.accelerators import LENGTH_VARIATION, MEAN_PROMPT_TOKENS
 
 
@@ -98,4 +99,26 @@ def build_workload(config: Config, mean_response_tokens: float) -> Workload:
         num_reference_passes=1 if algorithm.kl_coef > 0 else 0,
         num_statistics_passes=(num_updates - 1) / num_minibatches if needs_statistics else 0,
         num_update_passes=num_phases,
+    )
+
+
+def build_evaluation_workload(config: Config, mean_response_tokens: float) -> Workload | None:
+    """What the engines sample for an evaluation; None where a benchmark's size is not known here.
+
+    Args:
+        mean_response_tokens: of a training step, taken for the benchmarks' too.
+    """
+    evaluation = config.evaluation
+    if not evaluation.benchmarks or not set(evaluation.benchmarks) <= set(BENCHMARKS):
+        return None
+    benchmarks = [BENCHMARKS[name] for name in evaluation.benchmarks]
+    sizes = [min(b.num_problems, evaluation.num_problems or b.num_problems) for b in benchmarks]
+    samples = [evaluation.num_samples or b.paper_num_samples for b in benchmarks]
+    longest = config.max_evaluation_response_tokens
+    return Workload(
+        num_prompts=sum(sizes),
+        num_sequences=sum(n * k for n, k in zip(sizes, samples, strict=True)),
+        num_minibatches=1,
+        response_tokens=sample_response_lengths(min(mean_response_tokens, longest), longest),
+        prompt_tokens=min(MEAN_PROMPT_TOKENS, config.data.max_prompt_tokens),
     )
