@@ -7,7 +7,7 @@ from recipes.qwen3_14b_stapo import qwen3_14b_stapo
 
 
 def qwen3_30b_a3b_stapo() -> Config:
-    """About 640 s per step in the plan."""
+    """About 630 s per step in the plan."""
     base = qwen3_14b_stapo()
     return dataclasses.replace(
         base,

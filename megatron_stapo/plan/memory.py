@@ -87,9 +87,9 @@ def compute_layer_activations(shape: ModelShape, parallel: ParallelConfig) -> fl
 
     Counted from the layer of Transformer Engine that Megatron builds without fused activations: of
     each norm its input and output; the product of queries, keys and values; queries and keys after
-    their norms; the attention's output; of the MLP its first product, the activation and the
-    product of both halves. The parts that tensor parallelism does not cut are cut by sequence
-    parallelism.
+    their norms; the attention's output; of the MLP its first product, the activation of one half,
+    the other half once more (Megatron adds an offset of 0 to it) and the product of both. The parts
+    that tensor parallelism does not cut are cut by sequence parallelism.
     """
     tp = parallel.tensor_model_parallel_size
     outer = tp if parallel.sequence_parallel else 1
@@ -98,10 +98,10 @@ def compute_layer_activations(shape: ModelShape, parallel: ParallelConfig) -> fl
         shape.query_size + shape.kv_size
     )
     if not shape.num_experts:
-        return norms / outer + (attention + 8 * shape.ffn_size) / tp
-    # Logits, softmax and map of the router in float32; an expert's input, output and five widths.
+        return norms / outer + (attention + 10 * shape.ffn_size) / tp
+    # Logits, softmax and map of the router in float32; an expert's input and six widths.
     router = 3 * 4 * shape.num_experts
-    expert = 2 * shape.hidden_size + 10 * shape.expert_ffn_size
+    expert = 2 * shape.hidden_size + 12 * shape.expert_ffn_size
     tokens = shape.num_experts_per_token * expert
     return (norms + router + tokens) / outer + attention / tp
 

@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist, pstdev
 
 from megatron_stapo.config import ParallelConfig, list_stage_layers
 from megatron_stapo.plan.accelerators import (
@@ -178,18 +179,22 @@ def compute_rollout_time(
     max_num_seqs: int,
     kv_tokens: float,
 ) -> RolloutTime:
-    """Seconds until the last of an engine's sequences ends.
+    """Seconds until the last sequence of the slowest engine ends.
 
     Each decoding step reads the weights that its sequences touch and their KV cache, or waits for
     the FLOPs where they take longer. An engine runs as many sequences as its KV cache holds at
-    their mean length, and takes the next when one ends.
+    their mean length, and takes the next when one ends. Nobody knows the lengths when sequences are
+    shared out: the slowest of the engines has, in the mean, the largest of as many normal draws.
 
     Args:
         kv_tokens: of an engine.
     """
     count = math.ceil(workload.num_sequences / num_engines)
-    # Every engine gets its share of long and short ones, in no order.
-    lengths = _spread(workload.response_tokens, count)
+    deviation = pstdev(workload.response_tokens) / math.sqrt(count)
+    draw = NormalDist().inv_cdf(num_engines / (num_engines + 1)) * deviation
+    excess = 1 + max(0.0, draw) / workload.mean_response_tokens
+    longest = workload.response_tokens[-1]
+    lengths = [min(longest, round(n * excess)) for n in _spread(workload.response_tokens, count)]
     prompt = workload.prompt_tokens
     fitting = int(kv_tokens / (prompt + workload.mean_response_tokens))
     limit = max(1, min(max_num_seqs, fitting))
@@ -253,7 +258,7 @@ def compute_rollout_time(
 
 
 def _spread(quantiles: Sequence[int], count: int) -> list[int]:
-    """So many lengths of the distribution, in an order without trend."""
+    """So many lengths of the distribution, long and short ones in an order without trend."""
     chosen = [quantiles[int((i + 0.5) * len(quantiles) / count)] for i in range(count)]
     golden = (math.sqrt(5) - 1) / 2
     return [chosen[i] for i in sorted(range(count), key=lambda i: (i * golden) % 1)]
