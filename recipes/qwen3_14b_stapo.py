@@ -17,7 +17,7 @@ from megatron_stapo.evaluation.paper import SIX_BENCHMARKS
 
 
 def qwen3_14b_stapo() -> Config:
-    """About 1010 s per step in the plan, at responses of 7,680 tokens in the mean."""
+    """About 1020 s per step in the plan, at responses of 7,680 tokens in the mean."""
     return Config(
         name="qwen3_14b_stapo",
         # The paper names no end; it shows curves to 3000 steps, four of which share a rollout.
@@ -40,7 +40,7 @@ def qwen3_14b_stapo() -> Config:
             max_microbatch_tokens=16384,
         ),
         # 1024 + 15,360 tokens, 256 prompts of 8 responses, temperature 1 and top-p 1: defaults.
-        # An engine of four GPUs holds 122 sequences of 16k; twelve of two take 14 % longer, since
+        # An engine of four GPUs holds 122 sequences of 16k; twelve of two take 16 % longer, since
         # each reads all the weights for half the sequences.
         rollout=RolloutConfig(num_engines=6, tensor_parallel_size=4, request_timeout_s=4 * 3600),
         algorithm=stapo(),

@@ -75,12 +75,15 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        """Time limits of the config that its own phases may reach."""
+        """Time limits of the config that its own phases may reach, and what is not counted."""
         config = self.problem.config
         rollout = self.estimate.phases["rollout"]
         longest = max(rollout, self.evaluation)
         what = "a rollout" if rollout >= self.evaluation else "an evaluation"
-        return [
+        notes = []
+        if config.algorithm.dynamic_sampling:
+            notes.append("algorithm.dynamic_sampling: one round of rollouts is counted, not more.")
+        return notes + [
             f"{name}={limit:g}: {what} takes about {longest:.0f} s; use {longest / _SLACK:.0f}."
             for name, limit in (
                 ("rollout.request_timeout_s", config.rollout.request_timeout_s),
@@ -106,12 +109,13 @@ def build_plan(config: Config, mean_response_tokens: float | None = None) -> Pla
         raise ValueError(f"rollout.engine={config.rollout.engine}: a plan knows vllm alone.")
     model_json = find_model_json(config.model.path)
     check_model_layout(config, model_json)
-    mean = mean_response_tokens or config.rollout.max_response_tokens / 2
+    if mean_response_tokens is None:
+        mean_response_tokens = config.rollout.max_response_tokens / 2
     problems = {
         name: Problem(
             config=config,
             shape=build_shape(model_json),
-            workload=build_workload(config, mean),
+            workload=build_workload(config, mean_response_tokens),
             accelerator=accelerator,
         )
         for name, accelerator in ACCELERATORS.items()
@@ -131,7 +135,7 @@ def build_plan(config: Config, mean_response_tokens: float | None = None) -> Pla
     layouts = find_layouts(problem, num_gpus)
     if isinstance(mine, str):
         raise ValueError(f"{mine}; {_suggest(problem, layouts, num_gpus)}")
-    benchmarks = build_evaluation_workload(config, mean)
+    benchmarks = build_evaluation_workload(config, mean_response_tokens)
     evaluation = 0.0
     if benchmarks is not None:
         evaluation = problem.estimate_sampling(

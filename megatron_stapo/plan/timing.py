@@ -209,7 +209,12 @@ def compute_rollout_time(
     if tp > 1:
         overhead += 2 * shape.num_layers * TP_LATENCY_S
     untouched = 1 - (shape.num_experts_per_token / shape.num_experts if shape.num_experts else 0)
-    waits = {"bandwidth: weights": 0.0, "bandwidth: KV cache": 0.0, "FLOPs": 0.0, "overhead": 0.0}
+    waits = {
+        "bandwidth: weights": 0.0,
+        "bandwidth: KV cache": 0.0,
+        "FLOPs": 0.0,
+        "scheduler and sampler": 0.0,
+    }
 
     def decode(num_running: int, context: float, steps: int) -> float:
         """Seconds of so many steps of the engine. context: tokens of all running sequences.
@@ -227,7 +232,7 @@ def compute_rollout_time(
         else:
             waits["bandwidth: weights"] += weights * steps
             waits["bandwidth: KV cache"] += cache * steps
-        waits["overhead"] += overhead * steps
+        waits["scheduler and sampler"] += overhead * steps
         return (max(weights + cache, compute) + overhead) * steps
 
     seconds, now = 0.0, 0

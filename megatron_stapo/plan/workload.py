@@ -56,7 +56,7 @@ def sample_response_lengths(mean: float, longest: int, count: int = 256) -> tupl
     """
     if not 1 <= mean <= longest:
         raise ValueError(
-            f"mean response tokens {mean:g}: must be in [1, {longest}], the longest response."
+            f"mean_response_tokens={mean:g}: must be in [1, {longest}], the longest response."
         )
     if mean == longest:
         return (longest,) * count

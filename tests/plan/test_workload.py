@@ -34,7 +34,7 @@ def test_lengths_vary_by_four_fifths_where_the_cut_is_far():
 
 @pytest.mark.parametrize("mean", [0.5, 101])
 def test_a_mean_beyond_the_longest_is_refused(mean):
-    message = f"mean response tokens {mean:g}: must be in [1, 100], the longest response."
+    message = f"mean_response_tokens={mean:g}: must be in [1, 100], the longest response."
     with pytest.raises(ValueError, match=re.escape(message)):
         sample_response_lengths(mean, 100)
 
