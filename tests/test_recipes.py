@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,10 +10,35 @@ from megatron_stapo.algorithms import ALGORITHMS
 from megatron_stapo.config import check_model_layout, find_model_json
 from megatron_stapo.evaluation.paper import SIX_BENCHMARKS
 from megatron_stapo.plan import build_plan
+from megatron_stapo.plan.accelerators import GIB
 from megatron_stapo.recipe import list_recipes, load_recipe
 
 LARGE = [name for name in list_recipes() if load_recipe(name).parallel.device == "cuda"]
 PAPER = [name for name in LARGE if re.match(r"qwen3_(1_7b|8b|14b)_", name)]
+DOCS = Path(__file__).parents[1] / "docs/plan.md"
+
+
+def format_row(name):
+    """A recipe's row of the table in docs/plan.md."""
+    plan = build_plan(load_recipe(name))
+    parallel, rollout = plan.problem.config.parallel, plan.problem.config.rollout
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+        "DP": parallel.data_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+    }
+    layout = " ".join(f"{key}{size}" for key, size in sizes.items() if size > 1)
+    stages = f" PP{rollout.pipeline_parallel_size}" if rollout.pipeline_parallel_size > 1 else ""
+    phases = plan.estimate.phases
+    train = plan.estimate.total - phases["rollout"] - phases["sync"]
+    return (
+        f"| {name} | {plan.num_trainer_gpus}: {layout} | {plan.num_engine_gpus}: "
+        f"{rollout.num_engines} x TP{rollout.tensor_parallel_size}{stages} | "
+        f"{plan.estimate.trainer.memory.total / GIB:.0f} | {phases['rollout']:.0f} + {train:.0f} + "
+        f"{phases['sync']:.1f} | {plan.run_days:.1f} |"
+    )
 
 
 def test_all_sizes_and_algorithms_are_there():
@@ -83,3 +109,8 @@ def test_a_baseline_differs_in_the_algorithm_alone(name):
     ) == dataclasses.replace(stapo, run_dir="")
     published = ALGORITHMS[algorithm]()
     assert config.algorithm == dataclasses.replace(published, dynamic_sampling=False)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_documented_plan_is_the_recipes(name):
+    assert format_row(name) in DOCS.read_text()

@@ -1,7 +1,8 @@
 """The table of what GPUs can do and of the shares of it that are reached.
 
 Every number that the formulas of this room do not derive stands here, with its source: [P]
-published, [F] fitted to published figures, see tests/plan/test_calibration.py, [A] assumed.
+published, [M] measured, [F] fitted to published figures, see tests/plan/test_calibration.py, [A]
+assumed.
 """
 
 from dataclasses import dataclass
@@ -91,15 +92,14 @@ CONTEXT_PARALLEL_LOSS = 0.1
 """What attention takes longer per doubling of the context-parallel ranks: kernels on ever shorter
 parts of a sequence, the ring's steps between them, and the padding [A]."""
 MICROBATCH_FILL = 0.95
-"""Tokens of a microbatch of its budget: first-fit of 512 sequences [P: performance notes 0.91 to
-0.98, derived]."""
+"""Tokens of a microbatch of its budget [M: `data.packing` on drawn lengths, see
+tests/plan/test_calibration.py]."""
 DP_IMBALANCE = 1.01
-"""Slowest data-parallel rank over the mean, longest sequence first to the least loaded [P: ibid.,
-1.000 to 1.016]."""
+"""Slowest data-parallel rank over the mean [M: likewise]."""
 
 # Rollouts.
 HBM_EFFICIENCY = 0.60
-"""Reached share of the bandwidth while decoding [A]."""
+"""Reached share of the bandwidth while decoding [F]."""
 DECODE_OVERHEAD_S = 6e-3
 """Of a decoding step, beside the model: scheduler, sampler, log-probabilities [F]."""
 TP_LATENCY_S = 15e-6
