@@ -45,6 +45,7 @@ def qwen3_14b_stapo() -> Config:
         rollout=RolloutConfig(num_engines=6, tensor_parallel_size=4, request_timeout_s=4 * 3600),
         algorithm=stapo(),
         # AdamW at 1e-6 after 10 steps, gradients clipped to 1: defaults.
+        # Sampled as in training, the first of the paper's two settings.
         evaluation=EvaluationConfig(
             benchmarks=SIX_BENCHMARKS, interval_steps=20, max_response_tokens=20480
         ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from megatron_stapo.recipe import list_recipes, load_recipe
 
 LARGE = [name for name in list_recipes() if load_recipe(name).parallel.device == "cuda"]
 PAPER = [name for name in LARGE if re.match(r"qwen3_(1_7b|8b|14b)_", name)]
+plan_recipe = cache(lambda name: build_plan(load_recipe(name)))
 DOCS = Path(__file__).parents[1] / "docs/plan.md"
 
 
 def format_row(name):
     """A recipe's row of the table in docs/plan.md."""
-    plan = build_plan(load_recipe(name))
+    plan = plan_recipe(name)
     parallel, rollout = plan.problem.config.parallel, plan.problem.config.rollout
     sizes = {
         "TP": parallel.tensor_model_parallel_size,
@@ -54,7 +56,7 @@ def test_a_recipe_fits_and_is_within_a_twentieth_of_the_fastest_layout(name):
     assert config.name == name
     assert config.run_dir == f"runs/{name}"
     check_model_layout(config, find_model_json(config.model.path))
-    plan = build_plan(config)
+    plan = plan_recipe(name)
     assert plan.warnings == []
     assert plan.estimate.total <= 1.05 * plan.layouts[0].total
     nodes = config.cluster.num_gpus_per_node
@@ -65,7 +67,7 @@ def test_a_recipe_fits_and_is_within_a_twentieth_of_the_fastest_layout(name):
 def test_a_recipe_says_how_long_a_step_takes(name):
     module = __import__(f"recipes.{name}", fromlist=[name])
     (seconds,) = re.findall(r"About (\d+) s per step in the plan", getattr(module, name).__doc__)
-    assert int(seconds) == pytest.approx(build_plan(load_recipe(name)).estimate.total, rel=0.01)
+    assert int(seconds) == pytest.approx(plan_recipe(name).estimate.total, rel=0.01)
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -77,7 +77,7 @@ TRAINER_ALLOWANCE_BYTES = 3 * GIB
 FRAGMENTATION = 0.05
 """Of activations and head, lost to the allocator [A]."""
 HEAD_CHUNK_TOKENS = 2048
-"""Rows of logits alive at a time; `ops.logprobs.CHUNK_TOKENS`, held equal by a test."""
+"""Rows of logits alive at a time [M: `ops.logprobs.CHUNK_TOKENS`]."""
 ENGINE_MEMORY_FRACTION = 0.92
 """Of the GPU that vLLM 0.32 takes by default [P: its gpu_memory_utilization]."""
 ENGINE_ALLOWANCE_BYTES = 3 * GIB
@@ -87,7 +87,7 @@ ENGINE_BATCHED_TOKENS = 8192
 
 # Training.
 LINK_EFFICIENCY = 0.8
-"""Reached share of a link in collectives of many MB [A: nccl-tests on such machines]."""
+"""Reached share of a link in collectives of many MB [A]."""
 CONTEXT_PARALLEL_LOSS = 0.1
 """What attention takes longer per doubling of the context-parallel ranks: kernels on ever shorter
 parts of a sequence, the ring's steps between them, and the padding [A]."""
