@@ -19,6 +19,8 @@ class Accelerator:
     """What the driver shows [A: 99 % of the nominal GiB, as measured on an H200: 139.8 of 141]."""
     bf16_flops: float
     """Dense peak, FLOP/s [P: data sheets]."""
+    fp8_flops: float
+    """Likewise."""
     hbm_bytes_per_s: float
     """[P: data sheets]."""
     nvlink_bytes_per_s: float = 450e9
@@ -28,9 +30,11 @@ class Accelerator:
     gemm_efficiency: float
     """Reached share of bf16_flops in the dense products of a layer [F]. The H20 has few FLOPs for
     its bandwidth, so that little beside the products takes time."""
+    fp8_efficiency: float
+    """Likewise of fp8_flops, quantising included [F]."""
     expert_efficiency: float
-    """Likewise in the experts' products, which are small and uneven, their permutations included
-    [F]."""
+    """Likewise of bf16_flops in the experts' products, which are small and uneven, their
+    permutations included [F]; no more in FP8 [P: verl 7232 finds it slower]."""
 
 
 ACCELERATORS = {
@@ -40,32 +44,40 @@ ACCELERATORS = {
             name="h20",
             memory_bytes=95 * GIB,
             bf16_flops=148e12,
+            fp8_flops=296e12,
             hbm_bytes_per_s=4.0e12,
             gemm_efficiency=0.80,
+            fp8_efficiency=0.75,
             expert_efficiency=0.40,
         ),
         Accelerator(
             name="h20_141",
             memory_bytes=139 * GIB,
             bf16_flops=148e12,
+            fp8_flops=296e12,
             hbm_bytes_per_s=4.8e12,
             gemm_efficiency=0.80,
+            fp8_efficiency=0.75,
             expert_efficiency=0.40,
         ),
         Accelerator(
             name="h100",
             memory_bytes=79 * GIB,
             bf16_flops=989e12,
+            fp8_flops=1979e12,
             hbm_bytes_per_s=3.35e12,
             gemm_efficiency=0.50,
+            fp8_efficiency=0.37,
             expert_efficiency=0.15,
         ),
         Accelerator(
             name="h200",
             memory_bytes=139 * GIB,
             bf16_flops=989e12,
+            fp8_flops=1979e12,
             hbm_bytes_per_s=4.8e12,
             gemm_efficiency=0.50,
+            fp8_efficiency=0.37,
             expert_efficiency=0.15,
         ),
     )

@@ -128,6 +128,7 @@ def compute_trainer_memory(
     num_microbatches: int,
     dtype: str = "bfloat16",
     has_reference: bool = False,
+    fp8_layer_frac: float = 0.0,
 ) -> TrainerMemory:
     """Bytes by part on the fullest trainer GPU.
 
@@ -135,6 +136,8 @@ def compute_trainer_memory(
         max_microbatch_tokens: of a rank.
         num_microbatches: of a mini-batch, per data-parallel rank.
         has_reference: a copy of the weights for the KL term.
+        fp8_layer_frac: layers in FP8, of all. Transformer Engine keeps their weights besides in
+            FP8, for forward and for backward; what the activations save is not counted.
     """
     scale = 2 if dtype == "float32" else 1
     layer = scale * compute_layer_activations(shape, parallel)
@@ -144,6 +147,8 @@ def compute_trainer_memory(
         if parallel.recompute == "full"
         else layer
     )
+    ep = parallel.expert_model_parallel_size
+    layer_params = shape.cut_layer_params / tp + shape.expert_layer_params / ep
     stages = list_stage_layers(parallel, shape.num_layers)
     fullest: TrainerMemory | None = None
     for stage, num_layers in enumerate(stages):
@@ -167,6 +172,7 @@ def compute_trainer_memory(
             "gradients": state.gradients,
             "optimizer": state.optimizer,
             "reference": state.weights if has_reference else 0.0,
+            "FP8 weights": fp8_layer_frac * num_layers * layer_params * 2,
             "activations": activations,
             "head": head,
             "allowance": TRAINER_ALLOWANCE_BYTES + FRAGMENTATION * (activations + head),

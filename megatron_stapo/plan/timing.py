@@ -79,6 +79,7 @@ def compute_training_time(
     accelerator: Accelerator,
     num_gpus_per_node: int,
     dtype: str = "bfloat16",
+    fp8_layer_frac: float = 0.0,
 ) -> TrainingTime:
     """Seconds of scoring, reference, threshold and update.
 
@@ -86,6 +87,10 @@ def compute_training_time(
     length per layer in attention (causal), 2 x the head where it was sampled. Backward takes twice
     the products and 2.5 times the attention; full recompute one forward more, selective the
     attention, the head always its own forward.
+
+    Args:
+        fp8_layer_frac: layers whose products are in FP8, of all; attention, router, experts and
+            head never are faster for it.
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     dp, ep = parallel.data_parallel_size, parallel.expert_model_parallel_size
@@ -100,7 +105,8 @@ def compute_training_time(
     expert_peak = accelerator.bf16_flops * accelerator.expert_efficiency
     # Seconds of a layer's forward, and of the head's.
     products = 2 * (shape.cut_layer_params + shape.num_experts * shape.hidden_size) * tokens
-    products = products / (tp * cp * peak)
+    fp8_peak = accelerator.fp8_flops * accelerator.fp8_efficiency
+    products *= ((1 - fp8_layer_frac) / peak + fp8_layer_frac / fp8_peak) / (tp * cp)
     products += 2 * shape.active_expert_layer_params * tokens / (tp * cp * expert_peak)
     attention = 2 * shape.query_size * workload.mean_square_tokens * share / (tp * cp * peak)
     attention *= 1 + CONTEXT_PARALLEL_LOSS * math.log2(cp)

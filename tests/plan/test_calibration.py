@@ -48,8 +48,10 @@ def test_every_accelerator_is_documented_with_its_rates(name):
     a = accelerators.ACCELERATORS[name]
     row = (
         f"| `{name}` | {a.memory_bytes // accelerators.GIB} | {a.bf16_flops / 1e12:.0f} | "
+        f"{a.fp8_flops / 1e12:.0f} | "
         f"{a.hbm_bytes_per_s / 1e12:g} | {a.nvlink_bytes_per_s / 1e9:.0f} | "
-        f"{a.network_bytes_per_s / 1e9:.0f} | {a.gemm_efficiency:g} | {a.expert_efficiency:g} |"
+        f"{a.network_bytes_per_s / 1e9:.0f} | {a.gemm_efficiency:g} | {a.fp8_efficiency:g} | "
+        f"{a.expert_efficiency:g} |"
     )
     assert row in DOCS.read_text()
 

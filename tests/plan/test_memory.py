@@ -149,6 +149,13 @@ def test_the_reference_is_a_copy_of_the_weights():
     assert memory.parts["reference"] == memory.parts["weights"]
 
 
+def test_layers_in_fp8_hold_their_weights_twice_more_a_byte_each():
+    parallel = ParallelConfig(tensor_model_parallel_size=2)
+    memory = compute_trainer_memory(EIGHT, parallel, 1000, 8, fp8_layer_frac=34 / 36)
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
+    assert memory.parts["FP8 weights"] == pytest.approx(34 * layer / 2 * 2)
+
+
 def test_the_chunk_of_logits_is_the_heads():
     from megatron_stapo.ops.logprobs import CHUNK_TOKENS
 

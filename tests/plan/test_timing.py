@@ -140,6 +140,20 @@ def test_full_recompute_is_a_forward_more():
     assert full.score == none.score
 
 
+def test_layers_in_fp8_take_half_the_time_of_their_products():
+    shape, workload = build("Qwen3-8B"), build_workload(7300)
+    ideal = dataclasses.replace(IDEAL, fp8_efficiency=1.0)
+    parallel = ParallelConfig(data_parallel_size=64)
+    bf16, fp8 = (
+        compute_training_time(shape, parallel, workload, 16384, ideal, 8, fp8_layer_frac=frac)
+        for frac in (0.0, 34 / 36)
+    )
+    tokens = 2048 * workload.mean_response_tokens / 64 * DP_IMBALANCE
+    products = 2 * shape.cut_layer_params * tokens / 148e12
+    assert bf16.score - fp8.score == pytest.approx(34 * products / 2)
+    assert bf16.update - fp8.update == pytest.approx(3 * 34 * products / 2)
+
+
 def test_the_bubble_is_the_stages_before_the_last_over_chunks_and_microbatches():
     # Two stages of equal layers, but the head on the last: 18 layers of the first wait for it.
     shape, workload = build("Qwen3-8B"), build_workload(7300)
