@@ -6,10 +6,12 @@ Importing it is quick: whatever is heavy is imported by the verb that needs it, 
 import argparse
 import dataclasses
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stapo.config import (
+    ClusterConfig,
     Config,
     DataConfig,
     EvaluationConfig,
@@ -86,6 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_eval(verbs.add_parser("eval", help="measure a model's accuracy on benchmarks"))
     _add_export(verbs.add_parser("export", help="write a checkpoint as a Hugging Face folder"))
     _add_import(verbs.add_parser("import", help="write a Hugging Face folder as a checkpoint"))
+    _add_plan(verbs.add_parser("plan", help="memory and step time of a recipe, before it runs"))
     replay = verbs.add_parser("replay", help="compute an update's masks and loss from its dump")
     replay.add_argument("dump", help="for example RUN_DIR/dumps/step_000012/update_1")
     replay.set_defaults(run=_replay)
@@ -158,6 +161,22 @@ def _add_import(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_import)
 
 
+def _add_plan(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("recipe", help=_RECIPE_HELP)
+    _add_overrides(verb)
+    verb.add_argument(
+        "--accelerator",
+        choices=typing.get_args(typing.get_type_hints(ClusterConfig)["accelerator"]),
+        help="default: cluster.accelerator",
+    )
+    verb.add_argument(
+        "--mean-response-tokens",
+        type=float,
+        help="of a step, for its time; default: half of rollout.max_response_tokens",
+    )
+    verb.set_defaults(run=_plan)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     config = apply_overrides(load_recipe(arguments.recipe), arguments.overrides)
     notes = check_inputs(config)
@@ -189,6 +208,17 @@ def _verify_resume(arguments: argparse.Namespace) -> int:
     from megatron_stapo.launch.resumption import launch_resume_check
 
     return launch_resume_check(config, resumed)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    overrides = arguments.overrides
+    if arguments.accelerator:
+        overrides = [*overrides, f"cluster.accelerator={arguments.accelerator}"]
+    config = apply_overrides(load_recipe(arguments.recipe), overrides)
+    from megatron_stapo.plan import build_plan, format_plan
+
+    print(format_plan(build_plan(config, arguments.mean_response_tokens)))
+    return 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_stapo.published_models import PUBLISHED
+
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
@@ -704,13 +706,37 @@ def load_model_json(path: str) -> dict[str, Any]:
     return model_json
 
 
-def check_model_layout(config: Config) -> None:
+def find_model_json(path: str) -> dict[str, Any]:
+    """As `load_model_json`; without the folder, what is published of the model of its last name.
+
+    For plans and dry runs, which need the model's shape alone.
+
+    Raises:
+        ValueError: neither a folder nor the name of a published model; or as `load_model_json`.
+    """
+    if Path(path).exists():
+        return load_model_json(path)
+    name = Path(path).name
+    _require(
+        name in PUBLISHED,
+        "model.path",
+        path,
+        "is no folder here, and its last part is no published model; give a folder in Hugging Face "
+        f"format, or one of {', '.join(PUBLISHED)}.",
+    )
+    return dict(PUBLISHED[name])
+
+
+def check_model_layout(config: Config, model_json: dict[str, Any] | None = None) -> None:
     """Refuse a layout that does not divide the model, before any process starts.
+
+    Args:
+        model_json: the model's shape; None reads the folder of model.path, which must exist.
 
     Raises:
         ValueError: names the field, its value, the rule and the values that would do.
     """
-    model_json = load_model_json(config.model.path)
+    model_json = model_json or load_model_json(config.model.path)
     has_experts = "num_experts" in model_json
     # An expert is not cut by tensor parallelism.
     keys = _TP_EXTENTS if has_experts else {**_TP_EXTENTS, "intermediate_size": "MLP columns"}
@@ -722,7 +748,7 @@ def check_model_layout(config: Config) -> None:
             extents = {what: model_json[key] for key, what in keys.items()}
             _require_divides(name, value, extents)
     _check_experts(config, model_json["num_experts"] if has_experts else 0)
-    _check_stages(config.parallel, model_json["num_hidden_layers"])
+    list_stage_layers(config.parallel, model_json["num_hidden_layers"])
     _check_length(
         config,
         model_json["max_position_embeddings"],
@@ -814,8 +840,12 @@ def _check_experts(config: Config, num_experts: int) -> None:
     )
 
 
-def _check_stages(parallel: ParallelConfig, num_layers: int) -> None:
-    """Refuse layers that the stages, or the chunks of a stage, cannot share."""
+def list_stage_layers(parallel: ParallelConfig, num_layers: int) -> list[int]:
+    """Number of layers of each pipeline stage.
+
+    Raises:
+        ValueError: the stages, or the chunks of a stage, cannot share the layers.
+    """
     size, chunks = (
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
@@ -863,6 +893,7 @@ def _check_stages(parallel: ParallelConfig, num_layers: int) -> None:
             chunks,
             f"does not divide the {count} layers of a stage; the stages have {stages}.",
         )
+    return stages
 
 
 def to_dict(config: Config) -> dict[str, Any]:

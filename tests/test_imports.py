@@ -9,10 +9,11 @@ PACKAGE = Path(__file__).parent.parent / "megatron_stapo"
 
 # A room may import those of the levels before its own.
 LEVELS = [
+    {"published_models"},
     {"config", "types"},
     {"algo", "ops", "rewards", "algorithms"},
     {"data", "rollout", "parallel", "observability"},
-    {"model", "evaluation"},
+    {"model", "evaluation", "plan"},
     {"trainer", "reshard"},
     {"checkpoint"},
     {"driver"},

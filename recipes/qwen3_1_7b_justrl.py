@@ -1,0 +1,17 @@
+"""JustRL on Qwen3-1.7B-Base: the paper's baseline, STAPO without its mask."""
+
+import dataclasses
+
+from megatron_stapo.algorithms import justrl
+from megatron_stapo.config import Config
+from recipes.qwen3_1_7b_stapo import qwen3_1_7b_stapo
+
+
+def qwen3_1_7b_justrl() -> Config:
+    """The run of `qwen3_1_7b_stapo` with another algorithm."""
+    return dataclasses.replace(
+        qwen3_1_7b_stapo(),
+        name="qwen3_1_7b_justrl",
+        run_dir="",
+        algorithm=justrl(),
+    )
