@@ -4,8 +4,10 @@ where that is too far.
 Invariant: the gap is a sum over all ranks, so every rank decides alike without a word between them.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_stapo.config import PrecisionConfig
@@ -33,13 +35,20 @@ def judge_gap(gap: float, limit: float, *, in_fp8: bool, has_warned: bool) -> Ve
 class PrecisionGuard:
     """The FP8 of one trainer, for as long as it is trusted."""
 
-    def __init__(self, config: PrecisionConfig, model_config: TransformerConfig) -> None:
-        """Args: model_config is the one that the live model's layers read."""
+    def __init__(self, config: PrecisionConfig, chunks: Sequence[torch.nn.Module]) -> None:
+        """Args: chunks of the live model on this rank."""
         self._limit = config.max_logprob_gap
-        self._model_config = model_config
+        # Some modules, such as single experts, keep a copy of the model's config.
+        found = (getattr(m, "config", None) for chunk in chunks for m in chunk.modules())
+        self._configs = {id(c): c for c in found if isinstance(c, TransformerConfig)}.values()
         self._has_warned = False
         self.fp8_left_after: int | None = None
         """Steps after which training went on in bfloat16; None where it did not change."""
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the layers that are not kept in bfloat16 are in FP8."""
+        return any(config.fp8 for config in self._configs)
 
     def check(self, num_steps_done: int, gap: float) -> str | None:
         """Judge a step, and act on it.
@@ -52,8 +61,7 @@ class PrecisionGuard:
         Returns:
             What the user has to know, or None.
         """
-        in_fp8 = self._model_config.fp8 is not None
-        verdict = judge_gap(gap, self._limit, in_fp8=in_fp8, has_warned=self._has_warned)
+        verdict = judge_gap(gap, self._limit, in_fp8=self.in_fp8, has_warned=self._has_warned)
         if verdict == "keep":
             return None
         found = (
@@ -78,10 +86,11 @@ class PrecisionGuard:
         Megatron asks its config before every layer whether to open Transformer Engine's FP8
         context. The weights are in bfloat16 all along, so nothing is converted.
 
-        Mutates: Megatron's config, fp8_left_after.
+        Mutates: the configs of the model's modules, fp8_left_after.
 
         Source: megatron.core 0.19.2, transformer_block.py, TransformerBlock.forward, and
             fp8_utils.py, get_fp8_context.
         """
-        self._model_config.fp8 = None
+        for config in self._configs:
+            config.fp8 = None
         self.fp8_left_after = num_steps_done

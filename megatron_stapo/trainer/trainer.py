@@ -59,7 +59,7 @@ class Trainer:
         model_config.finalize_model_grads_func = finalize_model_grads
         no_sync = [ddp.no_sync for ddp in self.ddp]
         model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.precision_guard = PrecisionGuard(config.precision, model_config)
+        self.precision_guard = PrecisionGuard(config.precision, chunks)
         self.optimizer = _build_optimizer(config, self.ddp)
         self.phases: tuple[Phase, ...] = ("all",)
         """Each mini-batch makes one update per phase, after its masks are assigned anew."""
