@@ -31,6 +31,9 @@ lock: .venv/ready ## resolve the version table of setup.py again
 	$(BIN)/uv pip compile setup.py --extra cpu --extra dev --python $(BIN)/python \
 		--python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
 		--output-file tools/requirements-cpu.txt
+	$(BIN)/uv pip compile setup.py --extra gpu --python $(BIN)/python \
+		--python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+		--output-file tools/requirements-gpu.txt
 
 clean: ## remove the environment; runs stay
 	rm -rf .venv

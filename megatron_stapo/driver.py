@@ -115,6 +115,7 @@ class Driver:
             self._config.max_pack_tokens,
             self._config.parallel,
             self._config.algorithm.filter_truncated,
+            self._config.precision.token_multiple,
         )
 
     def _load_rollouts(self, step: int) -> StepRollouts | None:

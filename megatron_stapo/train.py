@@ -97,8 +97,11 @@ def train(
         with timer("sync"):
             failure = weight_sync.execute(policy_version=step)
         metrics = trainer.pop_metrics()
+        doubt = trainer.precision_guard.check(step, metrics["logprob_gap_mean"])
         if driver:
             driver.log_step(step, metrics, updates, timer)
+        if doubt and run_log:
+            run_log.log_event("logprob_gap", value=doubt, after_steps=step)
         checkpointer.after_step(step)
     if driver and step == config.num_steps and not failure:
         driver.finish()

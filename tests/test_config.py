@@ -29,7 +29,12 @@ def test_a_config_survives_json(tmp_path):
     ("group", "field", "value", "message"),
     [
         ("rollout", "group_size", 1, r"rollout.group_size=1: .* at least 2 responses"),
-        ("rollout", "engine", "sglang", r"rollout.engine=sglang: must be vllm or transformers"),
+        (
+            "rollout",
+            "engine",
+            "sglang",
+            r"rollout.engine=sglang: must be one of vllm, transformers",
+        ),
         ("model", "dtype", "float16", r"model.dtype=float16"),
         ("evaluation", "top_p", 0.0, r"evaluation.top_p=0.0: must be in \(0, 1\]"),
         ("evaluation", "num_samples", 0, r"evaluation.num_samples=0: must be >= 1, or None"),
@@ -60,6 +65,14 @@ def test_a_config_survives_json(tmp_path):
         ("parallel", "expert_model_parallel_size", 2, r"must divide the 1 ranks"),
         ("algorithm", "policy_loss", "gspo", r"dual_clip=10.0: has no effect with .*gspo"),
         ("algorithm", "overlong_buffer_tokens", 41, r"exceeds .*=40; set a part"),
+        ("precision", "fp8", "delayed", r"must be one of none, tensorwise, blockwise, mxfp8"),
+        ("precision", "fp8", "blockwise", r"precision.fp8=blockwise: .*device=cpu nothing would"),
+        ("precision", "num_last_layers_bf16", 2, r"has no effect with precision.fp8=none"),
+        ("precision", "num_first_layers_bf16", -1, r"precision.num_first_layers_bf16=-1"),
+        ("precision", "match_engine", False, r"match_engine=False: .*no fused kernels"),
+        ("precision", "max_logprob_gap", 0.0, r"precision.max_logprob_gap=0.0: must be > 0 nats"),
+        ("rollout", "quantization", "int8", r"rollout.quantization=int8: must be one of none, fp8"),
+        ("rollout", "quantization", "fp8", r"needs model.dtype=bfloat16, not float32"),
     ],
 )
 def test_a_bad_value_is_refused_by_field_value_and_rule(tmp_path, group, field, value, message):
@@ -167,3 +180,55 @@ def test_a_resumed_run_may_change_how_it_runs_and_not_what_it_learns(tmp_path):
     assert list_changes(old, free) == []
     other = replace(free, seed=5, optimizer=replace(old.optimizer, lr=3e-6))
     assert sorted(list_changes(old, other)) == ["optimizer.lr: 0.001 -> 3e-06", "seed: 0 -> 5"]
+
+
+CUDA = {"parallel__device": "cuda", "model__dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("accelerator", ["h20", "h20_141", "h100", "h200"])
+def test_mxfp8_is_refused_where_the_device_has_none(tmp_path, accelerator):
+    changes = {**CUDA, "precision__fp8": "mxfp8"}
+    message = rf"precision.fp8=mxfp8: cluster.accelerator={accelerator} has no MXFP8.*use blockwise"
+    with pytest.raises(ValueError, match=message):
+        build_config(tmp_path, **changes, cluster__accelerator=accelerator)
+    build_config(tmp_path, **changes, cluster__accelerator="b200")
+
+
+def test_fp8_needs_bf16_weights(tmp_path):
+    with pytest.raises(ValueError, match=r"fp8=tensorwise: needs model.dtype=bfloat16, not float3"):
+        build_config(tmp_path, **{**CUDA, "model__dtype": "float32"}, precision__fp8="tensorwise")
+
+
+def test_the_transformers_engine_has_no_fp8(tmp_path):
+    with pytest.raises(ValueError, match=r"quantization=fp8: the transformers engine has none"):
+        build_config(tmp_path, **CUDA, rollout__engine="transformers", rollout__quantization="fp8")
+
+
+@pytest.mark.parametrize(
+    ("fp8", "changes", "message"),
+    [
+        # 4 layers, 8 heads and 4 KV heads of 16, hidden 48, MLP 80.
+        ("tensorwise", {"precision__num_first_layers_bf16": 3}, r"bf16=3: with .*=1 leaves none"),
+        (
+            "tensorwise",
+            {"precision__num_last_layers_bf16": 2, "parallel__pipeline_model_parallel_size": 4},
+            r"precision.num_last_layers_bf16=2: Megatron takes at most .*=1",
+        ),
+        (
+            "blockwise",
+            {"parallel__tensor_model_parallel_size": 2},
+            r"precision.fp8=blockwise: needs a multiple of 16, and intermediate_size / .*=40 is no",
+        ),
+        ("mxfp8", {"cluster__accelerator": "b200"}, r"multiple of 32, and hidden_size=48 is none"),
+    ],
+)
+def test_fp8_that_the_model_cannot_take_is_refused(tiny_models, fp8, changes, message):
+    config = build_config(tiny_models["tied"], **CUDA, precision__fp8=fp8, **changes)
+    with pytest.raises(ValueError, match=message):
+        check_model_layout(config)
+
+
+def test_an_expert_is_not_cut_by_tensor_parallelism(tiny_models):
+    config = build_config(tiny_models["experts"], **CUDA, precision__fp8="blockwise")
+    with pytest.raises(ValueError, match=r"moe_intermediate_size=24 is none"):
+        check_model_layout(config)

@@ -19,12 +19,14 @@ import torch
 from megatron_stapo.config import (
     AlgorithmConfig,
     CheckpointConfig,
+    ClusterConfig,
     Config,
     DataConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PrecisionConfig,
     RolloutConfig,
 )
 from megatron_stapo.types import Prompt, Rollout, RolloutGroup
@@ -46,6 +48,8 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         "optimizer": {"lr": 1e-3, "num_warmup_steps": 0, "max_grad_norm": 1e9},
         "evaluation": {},
         "checkpoint": {},
+        "precision": {},
+        "cluster": {},
     }
     for key, value in changes.items():
         group, field = key.split("__")
@@ -61,6 +65,8 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         optimizer=OptimizerConfig(**groups["optimizer"]),
         evaluation=EvaluationConfig(**groups["evaluation"]),
         checkpoint=CheckpointConfig(**groups["checkpoint"]),
+        precision=PrecisionConfig(**groups["precision"]),
+        cluster=ClusterConfig(**groups["cluster"]),
     )
 
 
@@ -225,6 +231,97 @@ def run_step(
             "tokens": tokens,
             "num_microbatches": minibatches[0].num_microbatches,
         }
+
+
+def run_precision(config: Config, rollout_groups: list[RolloutGroup]) -> dict[str, Any]:
+    """Sum the gradients of a mini-batch in bfloat16 training, and look at what they are kept in.
+
+    Returns:
+        Names of the dtypes of the parameters, of the buffers in which gradients are summed over
+        microbatches and ranks, and of the optimizer's main weights; the share of the summed
+        gradients that bfloat16 does not hold.
+    """
+    with joined_world(config) as groups:
+        from megatron_stapo.data.packing import pack
+        from megatron_stapo.train import scatter_minibatches
+        from megatron_stapo.trainer.trainer import Trainer
+
+        trainer = Trainer(config, groups)
+        packed = None
+        if groups.rank == 0:
+            size = config.algorithm.num_prompts_per_minibatch
+            packed = pack(rollout_groups, size, config.max_pack_tokens, config.parallel)
+        minibatches = scatter_minibatches(packed, groups)
+        assert minibatches is not None and len(minibatches[0].microbatches) > 1
+        trainer.score(minibatches)
+        trainer.assign_loss_masks(minibatches[0])
+        trainer.update(minibatches[0])
+        buffers = [b for d in trainer.ddp for b in [*d.buffers, *d.expert_parallel_buffers]]
+        grads = torch.cat([b.grad_data[b.grad_data != 0] for b in buffers])
+        main = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+        return {
+            "param_dtypes": {str(p.dtype) for d in trainer.ddp for p in d.parameters()},
+            "grad_dtypes": {str(b.grad_dtype) for b in buffers},
+            "main_dtypes": {str(p.dtype) for p in main},
+            "beyond_bf16_frac": (grads != grads.bfloat16()).double().mean().item(),
+        }
+
+
+def run_fp8_fallback(
+    config: Config, rollout_groups: list[RolloutGroup], run_dir: Path
+) -> dict[str, Any]:
+    """Train a step as if in FP8, find a gap over the limit, save, and read into a new trainer.
+
+    Transformer Engine is not there, so Megatron opens no FP8 context; its configs are set as on a
+    GPU. Returns what the guards said, and which modules' configs were in FP8 before and after.
+    """
+    with joined_world(config) as groups:
+        from megatron.core.transformer import TransformerConfig
+
+        from megatron_stapo.checkpoint.folder import DriverState, name_checkpoint
+        from megatron_stapo.checkpoint.resume import load_checkpoint
+        from megatron_stapo.checkpoint.save import Checkpointer
+        from megatron_stapo.trainer.trainer import Trainer
+
+        def list_configs(trainer: Trainer) -> list[TransformerConfig]:
+            found = (getattr(m, "config", None) for d in trainer.ddp for m in d.modules())
+            return [c for c in found if isinstance(c, TransformerConfig)]
+
+        def switch_on(trainer: Trainer) -> None:
+            for c in list_configs(trainer):
+                c.fp8, c.fp8_recipe = "e4m3", "blockwise"
+
+        def save(trainer: Trainer, num_steps_done: int) -> None:
+            state = DriverState(stream_position=0, metrics=b"", accuracies={})
+            first = groups.rank == 0
+            saver = Checkpointer(
+                dataclasses.replace(config, run_dir=str(run_dir)),
+                trainer,
+                0,
+                (lambda: state) if first else None,
+                (lambda *args, **values: None) if first else None,
+            )
+            assert saver.finish(num_steps_done) is None
+
+        trainer = Trainer(config, groups)
+        switch_on(trainer)
+        limit = config.precision.max_logprob_gap
+        guard = trainer.precision_guard
+        said = [guard.check(1, limit)]
+        save(trainer, 1)
+        before = {c.fp8 for c in list_configs(trainer)}
+        said.append(guard.check(2, 2 * limit))
+        after = {c.fp8 for c in list_configs(trainer)}
+        save(trainer, 2)
+        said += [guard.check(3, 2 * limit), guard.check(4, 2 * limit)]
+        resumed = {}
+        for step in (1, 2):
+            again = Trainer(config, groups)
+            switch_on(again)
+            load_checkpoint(name_checkpoint(run_dir, step), again)
+            fp8 = {c.fp8 for c in list_configs(again)}
+            resumed[step] = (fp8, again.precision_guard.fp8_left_after)
+        return {"said": said, "before": before, "after": after, "resumed": resumed}
 
 
 def run_reference(

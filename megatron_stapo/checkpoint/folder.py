@@ -54,6 +54,8 @@ class TrainerState:
     """Ranks that wrote it."""
     versions: Mapping[str, str]
     """Of the packages that wrote it."""
+    fp8_left_after: int | None = None
+    """Steps after which FP8 training went on in bfloat16; None where it did not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,8 @@ def load_checkpoint(checkpoint: Path, trainer: Trainer) -> TrainerState:
     write_optimizer_step(trainer, state.optimizer_step)
     trainer.num_updates = state.num_updates
     trainer.num_skipped_in_a_row = state.num_skipped_in_a_row
+    if state.fp8_left_after is not None:
+        trainer.precision_guard.leave_fp8(state.fp8_left_after)
     return state
 
 

@@ -235,6 +235,7 @@ class Checkpointer:
             dtype=self._config.model.dtype,
             world_size=self._groups.world_size,
             versions=read_versions(),
+            fp8_left_after=trainer.precision_guard.fp8_left_after,
         )
         # So that an export needs nothing else.
         companions = list_companions(Path(self._config.model.path))

@@ -4,6 +4,7 @@ Padding trains nothing. Which sequences share a mini-batch is the prompts' order
 sequence lands inside it never changes the loss.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ def pack(
     max_pack_tokens: int,
     parallel: ParallelConfig,
     filter_truncated: bool = False,
+    token_multiple: int = 1,
 ) -> list[list[Minibatch]]:
     """Cut a step's groups into mini-batches, and each into every data-parallel rank's microbatches.
 
@@ -27,6 +29,8 @@ def pack(
         max_pack_tokens: budget of a microbatch; at least the longest sequence.
         parallel: how the pack is cut, which decides on padding and number of microbatches.
         filter_truncated: leave out responses that were cut at their longest.
+        token_multiple: each rank's tokens of a microbatch are padded to a multiple of it, past the
+            budget where the microbatch is full.
 
     Returns:
         For each data-parallel rank its mini-batches, in order. In a mini-batch every rank has
@@ -37,6 +41,9 @@ def pack(
         ValueError: a sequence exceeds the budget.
     """
     multiple = parallel.sequence_multiple
+    microbatch_multiple = math.lcm(
+        parallel.microbatch_multiple, token_multiple * parallel.num_token_shards
+    )
     ranks: list[list[Minibatch]] = [[] for _ in range(parallel.data_parallel_size)]
     for start in range(0, len(groups), num_prompts_per_minibatch):
         sequences = [
@@ -69,7 +76,10 @@ def pack(
                 Minibatch(
                     microbatches=[
                         _build_microbatch(
-                            [(i, *sequences[i]) for i in bin], rank * num_bins + number, parallel
+                            [(i, *sequences[i]) for i in bin],
+                            rank * num_bins + number,
+                            multiple,
+                            microbatch_multiple,
                         )
                         for number, bin in enumerate(bins)
                     ],
@@ -118,7 +128,10 @@ def _split_bins(bins: list[list[int]], num_bins: int) -> None:
 
 
 def _build_microbatch(
-    sequences: Sequence[tuple[int, Prompt, Rollout]], microbatch_id: int, parallel: ParallelConfig
+    sequences: Sequence[tuple[int, Prompt, Rollout]],
+    microbatch_id: int,
+    sequence_multiple: int,
+    microbatch_multiple: int,
 ) -> Microbatch:
     """Lay (sequence id, prompt, rollout) one after the other, with padding where layouts ask."""
     token_ids: list[int] = []
@@ -146,9 +159,8 @@ def _build_microbatch(
 
     for sequence_id, prompt, rollout in sequences:
         length = len(prompt.token_ids) + len(rollout.token_ids)
-        append(sequence_id, prompt.token_ids, rollout, -length % parallel.sequence_multiple)
-    multiple = parallel.microbatch_multiple
-    missing = -len(token_ids) % multiple if token_ids else multiple
+        append(sequence_id, prompt.token_ids, rollout, -length % sequence_multiple)
+    missing = -len(token_ids) % microbatch_multiple if token_ids else microbatch_multiple
     if missing:
         nothing = Rollout(
             token_ids=[], rollout_logprobs=[], finish_reason="stop", policy_version=0, advantage=0.0

@@ -20,7 +20,12 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 
-from megatron_stapo.config import ModelConfig, ParallelConfig, load_model_json
+from megatron_stapo.config import (
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    load_model_json,
+)
 from megatron_stapo.model.cpu_layers import PackedAttention, RMSNorm
 from megatron_stapo.model.router import BalancedRouter
 from megatron_stapo.parallel.groups import Groups
@@ -37,7 +42,9 @@ _FIXED = {
 }
 
 
-def build_model(config: ModelConfig, parallel: ParallelConfig, groups: Groups) -> list[GPTModel]:
+def build_model(
+    config: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, groups: Groups
+) -> list[GPTModel]:
     """Build this rank's chunks of the model, their weights not yet loaded.
 
     Returns:
@@ -56,7 +63,7 @@ def build_model(config: ModelConfig, parallel: ParallelConfig, groups: Groups) -
                 f"model.path={config.path}: config.json has {key}={model_json[key]}, but the Qwen3 "
                 f"model here supports only {value}."
             )
-    transformer_config = build_transformer_config(config, parallel, model_json)
+    transformer_config = build_transformer_config(config, parallel, precision, model_json)
     num_chunks = parallel.virtual_pipeline_model_parallel_size
     return [
         GPTModel(
@@ -78,14 +85,15 @@ def build_model(config: ModelConfig, parallel: ParallelConfig, groups: Groups) -
 
 
 def build_transformer_config(
-    config: ModelConfig, parallel: ParallelConfig, model_json: dict[str, Any]
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    model_json: dict[str, Any],
 ) -> TransformerConfig:
     """Translate the model's and our settings into Megatron's.
 
     calculate_per_token_loss: the loss function returns sums, and Megatron divides the gradients
-    once by the token count of all data- and context-parallel ranks. The fusions are off on every
-    device because fused kernels keep bf16 intermediates where the rollout engine goes through
-    float32.
+    once by the token count of all data- and context-parallel ranks.
     """
     dtype = getattr(torch, config.dtype)
     virtual_size = parallel.virtual_pipeline_model_parallel_size
@@ -106,11 +114,23 @@ def build_transformer_config(
             "moe_ffn_hidden_size": model_json["moe_intermediate_size"],
             # A softmax over the chosen logits is the softmax over all, normalised over the chosen.
             "moe_router_pre_softmax": not model_json["norm_topk_prob"],
-            "moe_router_dtype": "fp32",
+            "moe_router_dtype": "fp32" if precision.match_engine else None,
             # `BalancedRouter` has its own, which does not depend on the microbatches.
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": parallel.device == "cuda",
             "expert_tensor_parallel_size": 1,
+        }
+    fp8: dict[str, Any] = {}
+    if precision.fp8 != "none":
+        first, last = precision.num_first_layers_bf16, precision.num_last_layers_bf16
+        fp8 = {
+            # One scale for a whole tensor leaves gradients, which spread the widest, too few
+            # exponents in E4M3: hybrid gives them E5M2.
+            "fp8": "hybrid" if precision.fp8 == "tensorwise" else "e4m3",
+            "fp8_recipe": precision.fp8,
+            "first_last_layers_bf16": first + last > 0,
+            "num_layers_at_start_in_bf16": first,
+            "num_layers_at_end_in_bf16": last,
         }
     return TransformerConfig(
         num_layers=model_json["num_hidden_layers"],
@@ -151,10 +171,11 @@ def build_transformer_config(
         use_cpu_initialization=parallel.device == "cpu",
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=not precision.match_engine,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=not precision.match_engine,
         persist_layer_norm=False,
+        **fp8,
         **recompute,
         **experts,
     )

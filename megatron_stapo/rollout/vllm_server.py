@@ -40,6 +40,12 @@ def build_server_arguments(config: Config, host: str, port: int) -> list[str]:
         "--disable-uvicorn-access-log",
         "--disable-log-stats",
     ]
+    if rollout.quantization == "fp8":
+        arguments += [
+            *("--quantization", "fp8_per_block"),
+            # A mixture of experts' router is one more linear layer to vLLM.
+            *("--quantization-config", json.dumps({"ignore": ["*.mlp.gate"]})),
+        ]
     if rollout.kv_cache_bytes is not None:
         arguments += ["--kv-cache-memory-bytes", str(rollout.kv_cache_bytes)]
     if config.parallel.device == "cpu":

@@ -31,6 +31,7 @@ from megatron_stapo.trainer.head import run_model
 from megatron_stapo.trainer.loss import compute_loss
 from megatron_stapo.trainer.masks import MaskAssigner, Phase
 from megatron_stapo.trainer.metrics import StepSums
+from megatron_stapo.trainer.precision import PrecisionGuard
 from megatron_stapo.types import Microbatch, Minibatch, Update
 
 
@@ -46,7 +47,7 @@ class Trainer:
         self.num_skipped_in_a_row = 0
         """Updates left out since the last one that was taken."""
         self.sums = StepSums()
-        chunks = build_model(config.model, config.parallel, groups)
+        chunks = build_model(config.model, config.parallel, config.precision, groups)
         self.weights = HfWeights(
             chunks, config.model.path, load_model_json(config.model.path), groups
         )
@@ -58,6 +59,7 @@ class Trainer:
         model_config.finalize_model_grads_func = finalize_model_grads
         no_sync = [ddp.no_sync for ddp in self.ddp]
         model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.precision_guard = PrecisionGuard(config.precision, chunks)
         self.optimizer = _build_optimizer(config, self.ddp)
         self.phases: tuple[Phase, ...] = ("all",)
         """Each mini-batch makes one update per phase, after its masks are assigned anew."""

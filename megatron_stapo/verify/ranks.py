@@ -80,7 +80,13 @@ def _pack(config: Config, rollouts: Sequence[RolloutGroup], groups: Groups) -> A
     if groups.rank != 0:
         return None
     num_prompts = config.algorithm.num_prompts_per_minibatch
-    return pack(rollouts, num_prompts, config.max_pack_tokens, config.parallel)
+    return pack(
+        rollouts,
+        num_prompts,
+        config.max_pack_tokens,
+        config.parallel,
+        token_multiple=config.precision.token_multiple,
+    )
 
 
 def _digest_weights(trainer: Trainer, groups: Groups) -> dict[str, str]:

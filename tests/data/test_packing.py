@@ -164,9 +164,10 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_part_of_each_sequence()
     cp_size=st.sampled_from([1, 2, 3, 4]),
     tp_size=st.sampled_from([1, 2, 4]),
     chunks=st.sampled_from([1, 2]),
+    token_multiple=st.sampled_from([1, 16, 128]),
 )
 def test_every_layout_holds_every_token_once(
-    lengths, prompt, slack, dp_size, cp_size, tp_size, chunks
+    lengths, prompt, slack, dp_size, cp_size, tp_size, chunks, token_multiple
 ):
     """Over data- and context-parallel ranks, with its label, and nothing but padding besides."""
     parallel = build_parallel(
@@ -182,7 +183,7 @@ def test_every_layout_holds_every_token_once(
         for i, sizes in enumerate(lengths)
     ]
     budget = max(prompt + n for sizes in lengths for n in sizes) + 2 * cp_size + slack
-    ranks = pack(groups, len(groups), budget, parallel)
+    ranks = pack(groups, len(groups), budget, parallel, token_multiple=token_multiple)
     seen = []
     for [minibatch] in ranks:
         assert minibatch.num_sequences == 2 * len(groups)
@@ -192,6 +193,7 @@ def test_every_layout_holds_every_token_once(
             for cp_rank in range(cp_size):
                 part = slice_microbatch(m, cp_rank, cp_size)
                 assert len(part.token_ids_T) * cp_size == len(m.token_ids_T)
+                assert len(part.token_ids_T) % (tp_size * token_multiple) == 0
                 keys = zip(
                     part.sequence_ids_T[part.response_mask_T].tolist(),
                     part.position_ids_T[part.response_mask_T].tolist(),

@@ -41,6 +41,7 @@ def test_the_config_reaches_the_server():
     assert options["--tensor-parallel-size"] == "2"
     assert options["--kv-cache-memory-bytes"] == str(1 << 20)
     assert options["--logprobs-mode"] == "processed_logprobs"
+    assert "--quantization" not in options
 
 
 def test_a_gpu_decides_its_own_cache_and_compiles():
