@@ -43,7 +43,9 @@ def test_a_stopped_rank_is_named_with_its_last_report(rank_pool, tmp_path):
 def test_a_rank_that_is_busy_elsewhere_is_named_with_the_line_it_is_at(rank_pool, tmp_path):
     waited, noticed_nothing = hang_two(rank_pool, tmp_path, "absent")
     assert noticed_nothing is None
-    assert f"{WAITED}; {name(1, tp=1)} reports, but has not joined: it is in run_hang (" in waited, waited
+    assert (
+        f"{WAITED}; {name(1, tp=1)} reports, but has not joined: it is in run_hang (" in waited
+    ), waited
     assert "last collective, all_reduce number 3 of ranks [0, 1] (first)." in waited
 
 
