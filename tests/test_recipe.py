@@ -70,7 +70,10 @@ def test_an_override_has_the_type_of_its_field(config, override, value):
         ("rollout.lr=1", "no field rollout.lr. Did you mean optimizer.lr?"),
         ("optimiser.lr=1", "no field optimiser.lr. Did you mean optimizer.lr?"),
         ("num_step=1", "no field num_step. Did you mean num_steps?"),
-        ("a.b=1", "no field a.b. Fields and groups: algorithm, checkpoint, data, evaluation,"),
+        (
+            "a.b=1",
+            "no field a.b. Fields and groups: algorithm, checkpoint, cluster, data, evaluation,",
+        ),
         # Refused by the config itself, with the other fields in view.
         ("rollout.group_size=1", "rollout.group_size=1: the advantage divides"),
         ("rollout.num_prompts_per_step=100", "must divide rollout.num_prompts_per_step=100"),
