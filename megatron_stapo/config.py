@@ -812,7 +812,10 @@ def load_model_json(path: str) -> dict[str, Any]:
         "has no config.json; give a folder in Hugging Face format. `make base` builds the tiny "
         "model of the demo.",
     )
-    model_json: dict[str, Any] = json.loads(file.read_text())
+    try:
+        model_json: dict[str, Any] = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"model.path={path}: its config.json is damaged ({error}).") from error
     _require(
         model_json.get("model_type") in ("qwen3", "qwen3_moe"),
         "model.path",
@@ -822,6 +825,8 @@ def load_model_json(path: str) -> dict[str, Any]:
     )
     if "num_local_experts" in model_json:  # transformers 5 writes it so, published folders do not
         model_json["num_experts"] = model_json["num_local_experts"]
+    for key in (*_TP_EXTENTS, "intermediate_size", "hidden_size", "num_hidden_layers"):
+        _require(key in model_json, "model.path", path, f"its config.json has no {key}.")
     return model_json
 
 

@@ -1,5 +1,6 @@
 """What rank 0 does beside training: it draws prompts, talks to the engine, judges, packs, logs."""
 
+import hashlib
 import math
 import shutil
 import time
@@ -12,7 +13,7 @@ import torch
 
 from megatron_stapo.algo.advantage import compute_group_advantages
 from megatron_stapo.algo.overlong import compute_overlong_penalty
-from megatron_stapo.checkpoint.folder import DriverState
+from megatron_stapo.checkpoint.folder import DriverState, TrainerState
 from megatron_stapo.checkpoint.rollouts import (
     StepRollouts,
     load_rollouts,
@@ -20,7 +21,7 @@ from megatron_stapo.checkpoint.rollouts import (
     save_rollouts,
 )
 from megatron_stapo.checkpoint.stop import StopRequested, check_stop
-from megatron_stapo.config import Config, from_dict, list_changes, to_dict
+from megatron_stapo.config import Config, DataConfig, from_dict, list_changes, to_dict
 from megatron_stapo.data.packing import pack
 from megatron_stapo.data.prompts import PromptStream, load_tokenizer, load_training_prompts
 from megatron_stapo.evaluation.evaluate import evaluate_into, load_benchmarks
@@ -53,10 +54,19 @@ class Driver:
         config: Config,
         engine: Engine,
         run_log: RunLog,
-        num_steps_done: int = 0,
-        stream_position: int = 0,
+        state: TrainerState | None = None,
+        data: DataConfig | None = None,
     ) -> None:
-        """Args: num_steps_done and stream_position of the checkpoint that the run goes on from."""
+        """Load the problems and the benchmarks.
+
+        Args:
+            state: of the checkpoint that the run goes on from.
+            data: of the run that wrote it.
+
+        Raises:
+            ValueError: the problems cannot be used, or they are not those that the checkpoint's
+                position counts.
+        """
         self._config = config
         self._run_dir = Path(config.run_dir)
         self._engine = engine
@@ -72,7 +82,17 @@ class Driver:
         )
         run_log.log_event("training_problems", value=report.format(), num_overlong=num_overlong)
         self._stream = PromptStream(prompts, config.seed)
-        self._stream.position = stream_position
+        self._prompts_digest = _digest(prompts)
+        if state:
+            self._stream.position = state.stream_position
+            # Another source was asked for, with --changed; the same name promises the same prompts.
+            if data == config.data and state.prompts_digest != self._prompts_digest:
+                raise ValueError(
+                    f"data.source={config.data.source}: holds other problems than when the run's "
+                    f"last checkpoint was written, or the tokenizer of model.path="
+                    f"{config.model.path} has changed. Restore them, or give the new problems "
+                    "under another name, with --changed."
+                )
         self._benchmarks = load_benchmarks(config)
         self._judge = Judge(config.reward, self._run_dir)
         self._rollout_metrics: dict[str, float] = {}
@@ -84,7 +104,7 @@ class Driver:
         self._failure: Exception | None = None
         # Evaluations of weights that are not the run's any more: it goes on from earlier ones.
         for folder in self._run_dir.glob("evaluations/step_*"):
-            if int(folder.name.removeprefix("step_")) > num_steps_done:
+            if int(folder.name.removeprefix("step_")) > (state.num_steps_done if state else 0):
                 shutil.rmtree(folder)
 
     def collect(self, step: int, timer: Timer) -> list[list[Minibatch]] | None:
@@ -218,6 +238,7 @@ class Driver:
         """What a checkpoint holds of rank 0."""
         return DriverState(
             stream_position=self._stream.position,
+            prompts_digest=self._prompts_digest,
             metrics=self._run_log.read_bytes(),
             accuracies=dict(self._accuracies),
         )
@@ -309,6 +330,14 @@ class Driver:
             )
             for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
                 rollout.advantage = advantage
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of prompts and answers, in their order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.token_ids, prompt.answer)).encode())
+    return digest.hexdigest()
 
 
 def compute_rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

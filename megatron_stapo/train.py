@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_stapo import config as config_module
 from megatron_stapo.checkpoint.dump import StepDump, name_dump
-from megatron_stapo.checkpoint.folder import METRICS_FILE
+from megatron_stapo.checkpoint.folder import METRICS_FILE, read_config
 from megatron_stapo.checkpoint.resume import choose_checkpoint, load_checkpoint
 from megatron_stapo.checkpoint.save import Checkpointer
 from megatron_stapo.checkpoint.stop import check_stop, withdraw_stop
@@ -62,7 +62,8 @@ def train(
     step = state.num_steps_done if state else 0
     driver = None
     if engine and run_log:
-        driver = Driver(config, engine, run_log, step, state.stream_position if state else 0)
+        data = read_config(checkpoint).data if checkpoint else None
+        driver = Driver(config, engine, run_log, state, data)
     checkpointer = Checkpointer(
         config,
         trainer,

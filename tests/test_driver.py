@@ -6,6 +6,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_stapo.checkpoint.folder import TrainerState
 from megatron_stapo.config import RewardConfig
 from megatron_stapo.driver import Driver, Timer
 from megatron_stapo.observability import RunLog
@@ -58,7 +59,7 @@ def build_driver(tmp_path, tokenizer_folder):
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     open_things = []
 
-    def build(num_prompts, **changes):
+    def build(num_prompts, state=None, **changes):
         config = build_config(
             tokenizer_folder,
             data__source=str(source),
@@ -74,13 +75,34 @@ def build_driver(tmp_path, tokenizer_folder):
         )
         run_log = RunLog(tmp_path)
         engine = ScriptedEngine(AutoTokenizer.from_pretrained(tokenizer_folder))
-        driver = Driver(config, engine, run_log)
+        driver = Driver(config, engine, run_log, state, config.data)
         open_things.extend([driver, run_log])
         return driver, engine
 
     yield build
     for thing in open_things:
         thing.close()
+
+
+def test_a_run_goes_on_with_the_problems_that_its_position_counts(build_driver, tmp_path):
+    driver, _ = build_driver(4)
+    driver.collect(1, Timer())
+    position = driver.read_state().stream_position
+    state = TrainerState(
+        num_steps_done=1,
+        num_updates=1,
+        num_skipped_in_a_row=0,
+        optimizer_step=1,
+        stream_position=position,
+        prompts_digest=driver.read_state().prompts_digest,
+        dtype="float32",
+        world_size=1,
+        versions={},
+    )
+    resumed, _ = build_driver(4, state)
+    assert resumed.read_state().stream_position == position == 4
+    with pytest.raises(ValueError, match=r"data\.source=.*holds other problems than when"):
+        build_driver(4, dataclasses.replace(state, prompts_digest="of others"))
 
 
 def list_advantages(minibatches):

@@ -667,7 +667,7 @@ def run_checkpoint(
             config,
             trainer,
             0,
-            (lambda: DriverState(stream_position=7, metrics=b"", accuracies={}))
+            (lambda: DriverState(stream_position=7, prompts_digest="", metrics=b"", accuracies={}))
             if is_driver
             else None,
             (lambda name, **values: None) if is_driver else None,
@@ -791,7 +791,11 @@ def run_failing_saves(config: Config, run_dir: Path, full: str) -> dict[str, Any
             config,
             Trainer(config, groups),
             0,
-            (lambda: DriverState(stream_position=0, metrics=b"{}", accuracies={}))
+            (
+                lambda: DriverState(
+                    stream_position=0, prompts_digest="", metrics=b"{}", accuracies={}
+                )
+            )
             if is_driver
             else None,
             (lambda name, **values: events.append({"name": name, **values})) if is_driver else None,

@@ -93,7 +93,9 @@ def _run_rank(rank: int, num_ranks: int, port: int, folder: str, num_rounds: int
         config,
         Trainer(config, groups),
         0,
-        (lambda: DriverState(stream_position=0, metrics=b"", accuracies={})) if is_driver else None,
+        (lambda: DriverState(stream_position=0, prompts_digest="", metrics=b"", accuracies={}))
+        if is_driver
+        else None,
         (lambda name, **values: events.append(values)) if is_driver else None,
     )
     for step in range(1, num_rounds + 1):

@@ -37,8 +37,8 @@ class Comparison:
     """Hash or value, in short."""
     second: str
     difference: float
-    """Of tensors the largest absolute one, of other floats the largest relative one, of counts the
-    difference; inf where anything else is not equal."""
+    """Of weights the largest root mean square of any tensor's, of moments the same as a share of
+    the tensor's own, of other floats the largest relative one; inf where anything else differs."""
 
     @property
     def is_equal(self) -> bool:
@@ -98,7 +98,10 @@ def _compare_tensors(first: Path, second: Path) -> Iterator[Comparison]:
                 digest.update(key.encode())
                 digest.update(tensor.contiguous().view(torch.uint8).numpy())
             if len(pair) == 2:
-                difference = max(difference, _subtract(*pair))
+                distance = _compute_rms(pair[0].double() - pair[1].double())
+                if kind != WEIGHTS and distance:
+                    distance /= max(map(_compute_rms, pair))
+                difference = max(difference, distance)
         yield Comparison(
             what=what,
             first=digests[0].hexdigest()[:16],
@@ -107,8 +110,8 @@ def _compare_tensors(first: Path, second: Path) -> Iterator[Comparison]:
         )
 
 
-def _subtract(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first.double() - second.double()).abs().max())
+def _compute_rms(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt())
 
 
 def _compare_rollouts(first: Path, second: Path, step: int) -> Iterator[Comparison]:

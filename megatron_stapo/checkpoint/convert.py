@@ -30,11 +30,11 @@ from megatron_stapo.checkpoint.folder import (
     STATE_FILE,
     TrainerState,
     digest_file,
+    explain_os_error,
     find_fault,
     format_state,
     list_checkpoints,
     list_files,
-    name_partial,
     publish,
     read_state,
     read_versions,
@@ -157,6 +157,7 @@ def import_model(model: Path, out: Path, max_file_bytes: int = MAX_FILE_BYTES) -
             num_skipped_in_a_row=0,
             optimizer_step=0,
             stream_position=0,
+            prompts_digest="",
             dtype=None,
             world_size=1,
             versions=read_versions(),
@@ -287,14 +288,17 @@ def _check_is_free(out: Path) -> None:
 @contextmanager
 def _write_aside(out: Path) -> Iterator[Path]:
     """Yield a new folder beside out that the block fills and renames; remove it if it fails."""
-    partial = name_partial(out)
+    # A name that nobody gives to anything else: what a process that was killed has left is removed.
+    place = out.resolve()
+    partial = place.with_name(f".{place.name}.stapo_partial")
     try:
-        # What a process that was killed has left.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"OUT={out}: cannot be written ({error}); give another folder.") from error
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(
+            f"OUT={out}: cannot be written ({explain_os_error(error)}); give another folder."
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

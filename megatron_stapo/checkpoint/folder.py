@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_stapo.config import Config, from_dict
+
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
@@ -47,6 +49,8 @@ class TrainerState:
     """Adam's count, for its bias correction."""
     stream_position: int
     """Prompts drawn or passed over so far."""
+    prompts_digest: str
+    """SHA-256 of the prompts that the position counts, in the source's order."""
     dtype: str | None
     """Of the model's weights: what an export is cast to. None in an import, which stores each
     weight in its own."""
@@ -63,6 +67,7 @@ class DriverState:
     """What rank 0 alone knows of a run at the end of a step."""
 
     stream_position: int
+    prompts_digest: str
     metrics: bytes
     """The run's metrics.jsonl."""
     accuracies: dict[int, float]
@@ -126,7 +131,11 @@ def list_files(checkpoint: Path) -> dict[str, dict[str, Any]]:
     path = checkpoint / MANIFEST_FILE
     try:
         files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if any(about.keys() != {"bytes", "sha256"} for about in files.values()):
+            raise ValueError("an entry is not a size and a checksum")
+        if STATE_FILE not in files:
+            raise ValueError(f"{STATE_FILE} is not listed")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"checkpoint {checkpoint}: {MANIFEST_FILE} is missing or damaged ({error!r})."
         ) from error
@@ -134,7 +143,7 @@ def list_files(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_fault(checkpoint: Path, names: Sequence[str]) -> str | None:
-    """Compare files with the manifest.
+    """Compare files with the manifest, and the folder's name with its state.
 
     Args:
         names: of files that the manifest lists.
@@ -164,6 +173,12 @@ def find_fault(checkpoint: Path, names: Sequence[str]) -> str | None:
             return f"checkpoint {checkpoint}: {name} is missing."
         except OSError as error:
             return f"checkpoint {checkpoint}: {name} cannot be read ({error.strerror})."
+    step = parse_step(checkpoint)
+    if STATE_FILE in names and step not in (
+        None,
+        num_done := read_state(checkpoint).num_steps_done,
+    ):
+        return f"checkpoint {checkpoint}: holds the state after {num_done} steps; it was renamed."
     return None
 
 
@@ -179,6 +194,22 @@ def read_state(checkpoint: Path) -> TrainerState:
         raise ValueError(
             f"checkpoint {checkpoint}: {STATE_FILE} is missing or damaged ({error})."
         ) from error
+
+
+def read_config(checkpoint: Path) -> Config:
+    """The config of the run that wrote a checkpoint; or that of a run's last attempt.
+
+    Args:
+        checkpoint: or the run folder, whose config.json has the same name.
+
+    Raises:
+        ValueError: it is not there, or of another form.
+    """
+    path = checkpoint / CONFIG_FILE
+    try:
+        return from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: is missing or damaged ({error}).") from error
 
 
 def format_state(state: TrainerState) -> bytes:
@@ -268,3 +299,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def explain_os_error(error: BaseException) -> str:
+    """What the system said, if it is behind the error: torch's writer of archives raises one of its
+    own about a position in the file where the disk is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return repr(error)

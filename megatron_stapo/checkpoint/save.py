@@ -36,6 +36,7 @@ from megatron_stapo.checkpoint.folder import (
     DriverState,
     TrainerState,
     digest_file,
+    explain_os_error,
     format_state,
     list_checkpoints,
     name_checkpoint,
@@ -189,7 +190,7 @@ class Checkpointer:
                 files = self._build_files(num_steps_done, self._read_driver())
             except OSError as refused:
                 # The other ranks learn of it with the outcome of the writing.
-                part.error = _explain(refused)
+                part.error = explain_os_error(refused)
         thread = threading.Thread(target=_write, args=(strategy.writer, partial, files, part))
         thread.start()
         self._save = _Save(
@@ -232,6 +233,7 @@ class Checkpointer:
             num_skipped_in_a_row=trainer.num_skipped_in_a_row,
             optimizer_step=read_optimizer_step(trainer),
             stream_position=driver.stream_position,
+            prompts_digest=driver.prompts_digest,
             dtype=self._config.model.dtype,
             world_size=self._groups.world_size,
             versions=read_versions(),
@@ -365,15 +367,4 @@ def _write(writer: Any, partial: Path, files: dict[str, bytes], part: _Part) -> 
         for name in [*(name for _, name, _ in writer.write_buckets or ()), *files]:
             part.digests[name] = digest_file(partial / name)
     except Exception as error:
-        part.error = _explain(error)
-
-
-def _explain(error: BaseException) -> str:
-    """What the system said, if it is behind the error: torch's writer of archives raises one of its
-    own about a position in the file where the disk is full."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return repr(error)
+        part.error = explain_os_error(error)

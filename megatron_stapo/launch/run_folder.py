@@ -6,6 +6,7 @@ drops with the last process that carries it, so that no stale lock needs a human
 
 import fcntl
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,14 @@ def claim_run_folder(
         File descriptor of the lock; a process that inherits it holds the folder, too.
 
     Raises:
-        ValueError: another run holds the folder, or its files are not a run's.
+        ValueError: another run holds the folder, its files are not a run's, or its name does not
+            do.
     """
+    if (path := str(run_dir.absolute())) != shlex.quote(path):
+        raise ValueError(
+            f"run_dir={run_dir}: NeMo-Run starts no script in {path!r}; give a path of letters, "
+            "digits and any of @%+=:,./-_ ."
+        )
     lock_path = run_dir / LOCK_FILE
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir}: is not a folder.")
@@ -71,8 +78,8 @@ def claim_run_folder(
             set_aside(run_dir)
         except OSError as error:
             raise ValueError(
-                f"run_dir={run_dir}: what an earlier run left cannot be moved ({error}); repair "
-                "its permissions, or give another folder."
+                f"run_dir={run_dir}: what an earlier run left cannot be moved ({error}); move "
+                "it yourself, or give another folder."
             ) from error
         yield lock.fileno()
 

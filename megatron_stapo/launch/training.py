@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_stapo.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
-from megatron_stapo.config import Config, from_dict, list_changes
+from megatron_stapo.checkpoint.folder import list_checkpoints, parse_step, read_config
+from megatron_stapo.config import Config, list_changes
 from megatron_stapo.launch.supervisor import Ending, launch
 from megatron_stapo.launch.tasks import build_tasks
 from megatron_stapo.observability.summary import SUMMARY_FILE, format_summary, write_summary
@@ -67,7 +67,7 @@ def continues(run_dir: Path, config: Config, changed: bool) -> bool:
     Raises:
         ValueError: the folder holds a run that this one would go on with, but with other settings,
             or settings that cannot be read; it has checkpoints, which are not to be left behind
-            unasked. Or changed is given, and there are no more steps to take.
+            unasked. Or it has taken more steps; or as many, and changed is given.
     """
     num_steps_done = _read_num_steps_if_finished(run_dir)
     if num_steps_done is not None and config.num_steps <= num_steps_done:
@@ -77,21 +77,23 @@ def continues(run_dir: Path, config: Config, changed: bool) -> bool:
                 f"{num_steps_done}, so that --changed has nothing to go on with; ask for more."
             )
         return False
-    has_checkpoints = bool(list_checkpoints(run_dir))
-    path = run_dir / "config.json"
-    try:
-        old = from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        if not has_checkpoints:
+    checkpoints = list_checkpoints(run_dir)
+    if checkpoints and config.num_steps < (newest := parse_step(checkpoints[-1]) or 0):
+        raise ValueError(
+            f"num_steps={config.num_steps}: the run in {run_dir} has a checkpoint of {newest} "
+            "steps; ask for as many at least, or move the newer checkpoints away."
+        )
+    old = _read_settings(run_dir, checkpoints)
+    if old is None:
+        if not checkpoints:
             return False
         raise ValueError(
-            f"run_dir={run_dir}: has checkpoints, and its config.json cannot be read ({error}). "
-            f"Restore it, for example from {CHECKPOINTS_FOLDER}/, give another folder, or --fresh "
-            "to set that run aside."
-        ) from error
+            f"run_dir={run_dir}: has checkpoints, and no config.json of it can be read. Restore "
+            "one, give another folder, or --fresh to set that run aside."
+        )
     differences = list_changes(old, config)
     if differences and not changed:
-        if not has_checkpoints:
+        if not checkpoints:
             return False
         raise ValueError(
             f"run_dir={run_dir}: holds a run with other settings ({'; '.join(differences)}). Give "
@@ -99,6 +101,16 @@ def continues(run_dir: Path, config: Config, changed: bool) -> bool:
             "it aside and begin anew, or another run_dir=."
         )
     return True
+
+
+def _read_settings(run_dir: Path, checkpoints: Sequence[Path]) -> Config | None:
+    """Those that the newest checkpoint was trained with; without one, those of the last attempt."""
+    for folder in [*reversed(checkpoints), run_dir]:
+        try:
+            return read_config(folder)
+        except ValueError:
+            continue
+    return None
 
 
 def _read_num_steps_if_finished(run_dir: Path) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 MAX_FILE_BYTES = 2_000_000_000
@@ -113,7 +113,7 @@ def find_tensor_files(path: str) -> dict[str, Path]:
     """Map every tensor name of the folder to its file.
 
     Raises:
-        ValueError: the folder has no safetensors.
+        ValueError: the folder has no safetensors, or a damaged file.
     """
     index = Path(path) / _INDEX_FILE
     if index.is_file():
@@ -127,8 +127,11 @@ def find_tensor_files(path: str) -> dict[str, Path]:
             f"model.path={path}: has neither model.safetensors nor {_INDEX_FILE}; "
             "give a folder with safetensors weights."
         )
-    with safe_open(file, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), file)
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), file)
+    except SafetensorError as error:
+        raise ValueError(f"{file}: is damaged ({error}); restore it.") from error
 
 
 def read_tensor(
@@ -137,12 +140,15 @@ def read_tensor(
     """Read one tensor of a folder.
 
     Raises:
-        ValueError: it is missing or has another shape.
+        ValueError: it is missing or has another shape, or its file is damaged.
     """
     if name not in files:
         raise ValueError(f"model.path={path}: has no tensor {name}, which config.json asks for.")
-    with safe_open(files[name], framework="pt") as tensors:
-        tensor: torch.Tensor = tensors.get_tensor(name)
+    try:
+        with safe_open(files[name], framework="pt") as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{files[name]}: is damaged ({error}); restore it.") from error
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"model.path={path}: tensor {name} has shape {tuple(tensor.shape)}, but config.json "

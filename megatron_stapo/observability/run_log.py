@@ -7,7 +7,9 @@ process may follow the file. A line holds "step" or "event", never both.
 
 import json
 import math
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,9 @@ class RunLog:
             partial.write_bytes(history)
             partial.replace(self._path)
             purge_step = max((r["step"] for r in self.read() if "step" in r), default=0) + 1
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
-        self._tensorboard = SummaryWriter(
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._unwritten = b""
+        self._tensorboard: Any = SummaryWriter(
             str(Path(run_dir) / TENSORBOARD_FOLDER), purge_step=purge_step
         )
 
@@ -52,11 +55,18 @@ class RunLog:
             seconds: phase of the step -> seconds.
         """
         self._write({"step": step, "time": time.time(), "metrics": metrics, "seconds": seconds})
-        for tag, values in (("step", metrics), ("seconds", seconds)):
-            for name, value in values.items():
-                if value is not None and math.isfinite(value):
-                    self._tensorboard.add_scalar(f"{tag}/{name}", value, step)
-        self._tensorboard.flush()
+        if self._tensorboard is None:
+            return
+        try:
+            for tag, values in (("step", metrics), ("seconds", seconds)):
+                for name, value in values.items():
+                    if value is not None and math.isfinite(value):
+                        self._tensorboard.add_scalar(f"{tag}/{name}", value, step)
+            self._tensorboard.flush()
+        except OSError as error:
+            # Its writer has ended. The record goes on in metrics.jsonl.
+            self._tensorboard = None
+            self.log_event("tensorboard_ended", value=error.strerror, after_steps=step)
 
     def log_event(self, name: str, **values: Any) -> None:
         """Record something that happens once: a phase that begins, or a result of the whole run.
@@ -67,8 +77,8 @@ class RunLog:
         self._write({"event": name, "time": time.time(), **values})
 
     def read_bytes(self) -> bytes:
-        """What metrics.jsonl holds."""
-        return self._path.read_bytes()
+        """What metrics.jsonl holds, and what the disk has not taken yet."""
+        return self._path.read_bytes() + self._unwritten
 
     def read(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl."""
@@ -76,13 +86,21 @@ class RunLog:
 
     def close(self) -> None:
         """Close both records."""
-        self._file.close()
-        self._tensorboard.close()
+        os.close(self._file)
+        if self._tensorboard is not None:
+            with suppress(OSError):
+                self._tensorboard.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        # One write per line: a reader sees a prefix of the file, never two halves mixed.
-        self._file.write(json.dumps(_replace_non_finite(record), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(_replace_non_finite(record), allow_nan=False) + "\n"
+        self._unwritten += line.encode()
+        # A full disk may take a part, and has room again later. Unbuffered: a reader sees a prefix
+        # of the file, never two halves mixed.
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+        except OSError as error:
+            print(f"{self._path}: not written ({error.strerror})", flush=True)
 
 
 def _replace_non_finite(value: Any) -> Any:

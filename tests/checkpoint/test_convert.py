@@ -244,6 +244,7 @@ def write_state(checkpoint: Path, dtype: str) -> None:
         num_skipped_in_a_row=0,
         optimizer_step=24,
         stream_position=96,
+        prompts_digest="",
         dtype=dtype,
         world_size=2,
         versions={},
@@ -363,11 +364,29 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
     monkeypatch.undo()
     # A process that is killed cannot clean up; the next one does.
-    name_partial(out).mkdir()
-    (name_partial(out) / "model-00001-of-00009.safetensors").write_text("")
+    left = tmp_path / ".out.stapo_partial"
+    left.mkdir()
+    (left / "model-00001-of-00009.safetensors").write_text("")
+    somebodys = tmp_path / "out.partial"
+    somebodys.mkdir()
     export_checkpoint(checkpoint, out)
     assert_equal(load_tensors(out), load_tensors(model))
-    assert not name_partial(out).exists()
+    assert somebodys.exists() and not left.exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_type": "qwen3"}'])
+def test_a_damaged_config_of_a_model_is_named(model: Path, tmp_path: Path, content: str) -> None:
+    (model / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model\.path=.*(config\.json|model_type)"):
+        import_model(model, tmp_path / "out")
+
+
+def test_a_truncated_model_is_named(model: Path, tmp_path: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors: is damaged"):
+        import_model(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 MEASURE = """

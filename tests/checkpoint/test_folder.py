@@ -1,5 +1,6 @@
 """What makes a folder a checkpoint, and which of them are kept."""
 
+import dataclasses
 import json
 
 import pytest
@@ -27,6 +28,7 @@ STATE = TrainerState(
     num_skipped_in_a_row=1,
     optimizer_step=6,
     stream_position=48,
+    prompts_digest="ab",
     dtype="bfloat16",
     world_size=4,
     versions={"torch": "2.13.0"},
@@ -37,7 +39,8 @@ def write(run_dir, step):
     checkpoint = name_checkpoint(run_dir, step)
     partial = name_partial(checkpoint)
     partial.mkdir(parents=True)
-    (partial / "state.json").write_bytes(format_state(STATE))
+    state = dataclasses.replace(STATE, num_steps_done=step)
+    (partial / "state.json").write_bytes(format_state(state))
     (partial / "data").write_bytes(b"x" * step)
     names = ("state.json", "data")
     publish(partial, checkpoint, {name: digest_file(partial / name) for name in names})
@@ -55,7 +58,7 @@ def test_only_a_published_folder_is_a_checkpoint(tmp_path):
     assert [parse_step(path) for path in written] == [2, 10, 1_000_000]
     remove_partial(tmp_path)
     assert not list(tmp_path.rglob("*.partial"))
-    assert read_state(written[0]) == STATE
+    assert read_state(written[0]) == dataclasses.replace(STATE, num_steps_done=2)
 
 
 def test_every_byte_is_checked(tmp_path):
@@ -72,6 +75,30 @@ def test_every_byte_is_checked(tmp_path):
         (checkpoint / "state.json").write_text(content)
         with pytest.raises(ValueError, match=r"state\.json is missing or damaged"):
             read_state(checkpoint)
+
+
+def test_every_flipped_bit_of_a_manifest_is_a_fault(tmp_path):
+    checkpoint = write(tmp_path, 3)
+    file, names = checkpoint / "manifest.json", ["state.json", "data"]
+    content = file.read_bytes()
+    for place in range(len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            file.write_bytes(flipped)
+            try:
+                listed = list_files(checkpoint)
+            except ValueError:
+                continue
+            # White space, and the name of a file that is not there.
+            assert listed == json.loads(content)["files"] or find_fault(checkpoint, list(listed))
+    file.write_text('{"files": {}}')
+    assert "manifest.json is missing or damaged" in find_fault(checkpoint, names)
+
+
+def test_a_renamed_checkpoint_is_a_fault(tmp_path):
+    renamed = write(tmp_path, 3).rename(name_checkpoint(tmp_path, 8))
+    assert "holds the state after 3 steps" in find_fault(renamed, ["state.json", "data"])
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def test_what_cannot_be_moved_aside_is_named(
             pass
 
 
+@pytest.mark.parametrize("name", ["two words", "\u00f6", "a'b"])
+def test_a_name_that_no_script_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="starts no script in"), claim_run_folder(tmp_path / name):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["", "model"])
 def test_a_folder_with_files_of_others_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "model").mkdir()

@@ -50,7 +50,7 @@ def test_checkpoints_without_their_settings_are_not_left_behind(tmp_path, old, c
     file.unlink() if content is None else file.write_text(content)
     assert not continues(tmp_path, old, changed=False)
     add_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"has checkpoints.*config.json cannot be read.*--fresh"):
+    with pytest.raises(ValueError, match=r"has checkpoints.*no config.json.*can be read.*--fresh"):
         continues(tmp_path, old, changed=True)
 
 
@@ -73,6 +73,25 @@ def test_a_run_without_the_summary_of_a_finished_one_goes_on(tmp_path, old, summ
     add_checkpoint(tmp_path)
     (tmp_path / "summary.json").write_text(summary)
     assert continues(tmp_path, old, changed=False)
+
+
+def test_settings_are_those_of_the_newest_checkpoint(tmp_path, old):
+    add_checkpoint(tmp_path)
+    # An attempt with --changed that ended before it saved anything.
+    other = dataclasses.replace(old, seed=3)
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(other)))
+    file = tmp_path / "checkpoints" / "step_000002" / "config.json"
+    file.write_text(json.dumps(to_dict(old)))
+    assert continues(tmp_path, old, changed=False)
+    with pytest.raises(ValueError, match=r"seed: 0 -> 3"):
+        continues(tmp_path, other, changed=False)
+
+
+def test_fewer_steps_than_a_checkpoint_has_are_refused(tmp_path, old):
+    add_checkpoint(tmp_path)
+    assert continues(tmp_path, dataclasses.replace(old, num_steps=2), changed=False)
+    with pytest.raises(ValueError, match=r"num_steps=1: .* has a checkpoint of 2 steps"):
+        continues(tmp_path, dataclasses.replace(old, num_steps=1), changed=False)
 
 
 def test_an_empty_folder_is_nothing_to_go_on_from(tmp_path):

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ def test_lines_are_on_disk_at_once_and_non_finite_values_are_null(run_log, tmp_p
         "ratio_max": None,
         "absent": None,
     }
+
+
+def test_a_full_disk_delays_lines_and_ends_no_run(run_log, tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse)
+        full.setattr(run_log._tensorboard, "flush", refuse)
+        run_log.log_step(1, {"loss": 0.5}, {})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+        first, ended = run_log.read()
+        assert first["metrics"] == {"loss": 0.5}
+        assert (ended["event"], ended["value"]) == ("tensorboard_ended", "No space left on device")
+    run_log.log_step(2, {"loss": 0.25}, {})
+    assert [record.get("step") for record in read_lines(tmp_path)] == [1, None, 2]
 
 
 def test_tensorboard_has_the_finite_values(run_log, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """A dump gives a run's numbers again; an update that is not finite is left out, and says why."""
 
+import hashlib
+import json
+
 import pytest
 
 from megatron_stapo.algorithms import ALGORITHMS
@@ -58,11 +61,15 @@ def test_a_changed_dump_does_not_pass(rank_pool, tiny_models, tmp_path):
     tensors = load_file(file)
     tensors["0/trained_logprobs_T"] -= 0.01
     save_file(tensors, file)
+    record = file.with_name("update.json")
+    values = json.loads(record.read_text())
+    values["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    record.write_text(json.dumps(values))
     code, out, _ = replay(rank_pool, tmp_path, 1)
     assert code == 1 and "does NOT give" in out
     file.unlink()
     code, _, err = replay(rank_pool, tmp_path, 1)
-    assert code == 2 and "the streams of 1 of 2 ranks" in err
+    assert code == 2 and f"dump {file}: cannot be read (No such file" in err
 
 
 @pytest.mark.parametrize(("layout", "rank"), [(Layout(tp=2, dp=2), 2), (Layout(pp=2, dp=2), 3)])
@@ -93,12 +100,17 @@ def test_what_is_wrong_with_a_dump_is_named(rank_pool, tiny_models, tmp_path):
     run(rank_pool, tiny_models, Layout(), tmp_path)
     [(code, _, err)] = rank_pool.run(run_command, 1, "replay", str(tmp_path))
     assert code == 2 and f"give one of {name_dump(tmp_path, 1, 1)}, " in err
-    folder = name_dump(tmp_path, 1, 1)
-    for name in ("rank_0.safetensors", "update.json"):
-        file = folder / name
-        file.write_bytes(file.read_bytes()[:100])
-        code, _, err = replay(rank_pool, tmp_path, 1)
-        assert code == 2 and f"dump {file}: is damaged" in err
+    tensors, record = (
+        name_dump(tmp_path, 1, 1) / name for name in ("rank_0.safetensors", "update.json")
+    )
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, _, err = replay(rank_pool, tmp_path, 1)
+    assert code == 2 and f"dump {tensors}: is not what the run wrote" in err
+    tensors.write_bytes(content)
+    record.write_text(record.read_text().replace('"lr"', '"lt"', 1))
+    code, _, err = replay(rank_pool, tmp_path, 1)
+    assert code == 2 and f"dump {record}: is damaged (has no lr)" in err
 
 
 def test_the_config_of_a_dump_is_the_runs(rank_pool, tiny_models, tmp_path):
