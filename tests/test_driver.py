@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_stapo.config import RewardConfig
-from megatron_stapo.driver import Driver, Timer
+from megatron_stapo.driver import Driver, SyncRequest, Timer
 from megatron_stapo.observability import RunLog
 from megatron_stapo.types import Rollout, RolloutGroup
 from tests.workers import build_config
@@ -21,6 +21,11 @@ class ScriptedEngine:
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self.drawn = []
+        self.policy_version = 0
+        self.is_serving = True
+
+    def list_stale(self, policy_version):
+        return [] if policy_version == self.policy_version else [0]
 
     def generate(self, prompts, num_samples, sampling, on_group=None):
         assert sampling.max_response_tokens == MAX_TOKENS and sampling.top_p == 1.0
@@ -38,7 +43,7 @@ class ScriptedEngine:
                         token_ids=token_ids,
                         rollout_logprobs=[-0.5] * len(token_ids),
                         finish_reason="stop",
-                        policy_version=0,
+                        policy_version=self.policy_version,
                     )
                 )
             groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
@@ -83,6 +88,14 @@ def build_driver(tmp_path, tokenizer_folder):
         thing.close()
 
 
+def collect(driver, step, timer=None):
+    """With an engine that gets the weights when it is asked for."""
+    while isinstance(answer := driver.collect(step, timer or Timer()), SyncRequest):
+        assert answer.engine_indices == [0]
+        driver._engine.policy_version = answer.policy_version
+    return answer
+
+
 def list_advantages(minibatches):
     """Of every sequence of a step, in the order of prompt and sample."""
     by_sequence = {}
@@ -101,7 +114,7 @@ def test_a_length_penalty_changes_advantages_and_no_filter(build_driver):
         algorithm__overlong_buffer_tokens=20,
         algorithm__max_sampling_rounds=4,
     )
-    advantages = list_advantages(driver.collect(1, Timer()))
+    advantages = list_advantages(collect(driver, 1))
     # Only even problems inform, whatever the penalty makes of the odd ones' rewards.
     # All four are needed, and no problem is drawn twice.
     assert sorted(engine.drawn) == list(range(8))
@@ -118,7 +131,7 @@ def test_every_response_gets_its_own_verdict_and_the_odd_ones_are_counted(build_
     driver, engine = build_driver(2)
     seen = []
     for step in range(1, 5):
-        advantages = list_advantages(driver.collect(step, Timer()))
+        advantages = list_advantages(collect(driver, step))
         for place, problem in enumerate(engine.drawn[-2:]):
             group = advantages[4 * place : 4 * place + 4]
             if problem % 2:
@@ -133,34 +146,34 @@ def test_every_response_gets_its_own_verdict_and_the_odd_ones_are_counted(build_
 
 def test_a_step_that_is_given_up_has_drawn_nothing(build_driver):
     driver, engine = build_driver(2)
-    driver.collect(1, Timer())
+    collect(driver, 1)
     before = driver.read_state().stream_position
     sample, engine.generate = engine.generate, lambda *args: 1 / 0
-    assert driver.collect(2, Timer()) is None
+    assert collect(driver, 2) is None
     assert driver.describe_failure() == "division by zero"
     assert driver.read_state().stream_position == before == 2
     engine.generate = sample
     expected = list(engine.drawn)
-    assert driver.collect(2, Timer()) is not None
+    assert collect(driver, 2) is not None
     assert len(set(engine.drawn) - set(expected)) == 2
 
 
 def test_kept_rollouts_take_the_place_of_sampling(build_driver, tmp_path):
     driver, _ = build_driver(2)
-    first = list_advantages(driver.collect(1, Timer()))
+    first = list_advantages(collect(driver, 1))
     metrics = dict(driver._rollout_metrics)
     again, other_engine = build_driver(2)
-    assert list_advantages(again.collect(1, Timer())) == first
+    assert list_advantages(collect(again, 1)) == first
     assert other_engine.drawn == [] and again._rollout_metrics == metrics
     assert again.read_state().stream_position == driver.read_state().stream_position
     # Of another experiment they are not its own; a damaged file is none.
     other, other_engine = build_driver(2, rollout__temperature=0.5)
-    other.collect(1, Timer())
+    collect(other, 1)
     assert len(other_engine.drawn) == 2
     [file] = (tmp_path / "rollouts").iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     last, last_engine = build_driver(2, rollout__temperature=0.5)
-    last.collect(1, Timer())
+    collect(last, 1)
     assert len(last_engine.drawn) == 2

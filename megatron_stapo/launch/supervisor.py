@@ -23,10 +23,10 @@ from megatron_stapo.checkpoint.stop import STOP_FILE, request_stop
 from megatron_stapo.config import Config, to_dict
 from megatron_stapo.launch.console import outlive_console
 from megatron_stapo.launch.failure import describe_failure
-from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
 from megatron_stapo.launch.run_folder import claim_run_folder
 from megatron_stapo.launch.tasks import LOGS_FOLDER, OUTCOME_FILE, Task
 from megatron_stapo.observability.progress import ProgressPrinter
+from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 _POLL_S = 0.2
 _SUCCEEDED = "SUCCEEDED"  # torchx's name
