@@ -103,7 +103,7 @@ class Driver:
         self._stream.position = stream_position
         # Of the steps that were taken; the stream itself may be a step ahead.
         self._stream_position = stream_position
-        self._sampling: Future[tuple[StepRollouts, Timer]] | None = None
+        self._rollouts: Future[tuple[StepRollouts, Timer]] | None = None
         self._evaluation: Future[None] | None = None
         self._rollouts_ahead: bytes | None = None
         self._sampling_timer = Timer()
@@ -138,14 +138,14 @@ class Driver:
                 check_stop(self._run_dir)
             if request := self.evaluate(step - 1):
                 return request
-            if self._sampling is None:
-                self._sampling = run_in_thread(lambda: self._sample_step(step))
+            if self._rollouts is None:
+                self._rollouts = run_in_thread(lambda: self._sample_step(step))
             # Without a lag this thread's waiting is the other one's work, which that one measures.
             with timer("rollout") if config.rollout.max_lag_steps else nullcontext():
-                if request := self._wait(self._sampling, step - 1):
+                if request := self._wait(self._rollouts, step - 1):
                     return request
-            sampling, self._sampling, self._rollouts_ahead = self._sampling, None, None
-            rollouts, self._sampling_timer = sampling.result()
+            work, self._rollouts, self._rollouts_ahead = self._rollouts, None, None
+            rollouts, self._sampling_timer = work.result()
             self._rollout_metrics = rollouts.metrics | self._measure_lag(rollouts.groups, step - 1)
         except Exception as error:
             # Not raised here: the other ranks wait for this one, and what they hold is saved first.
@@ -155,7 +155,7 @@ class Driver:
         if not config.rollout.max_lag_steps:
             timer.seconds |= self._sampling_timer.seconds
         elif step < config.num_steps:
-            self._sampling = run_in_thread(lambda: self._sample_step(step + 1))
+            self._rollouts = run_in_thread(lambda: self._sample_step(step + 1))
         return pack(
             rollouts.groups,
             config.algorithm.num_prompts_per_minibatch,
@@ -173,9 +173,9 @@ class Driver:
             A wish, after which it is called again; None once engines have the weights, or where
             none comes back, of which `collect` tells.
         """
-        if self._sampling is not None:
+        if self._rollouts is not None:
             with timer("rollout"):
-                if request := self._wait(self._sampling, num_steps_done):
+                if request := self._wait(self._rollouts, num_steps_done):
                     return request
         deadline_s = time.monotonic() + self._config.rollout.start_timeout_s
         engine = self._engine
@@ -190,7 +190,7 @@ class Driver:
         return SyncRequest(policy_version=num_steps_done, engine_indices=stale)
 
     def _is_busy(self) -> bool:
-        return any(work and not work.done() for work in (self._sampling, self._evaluation))
+        return any(work and not work.done() for work in (self._rollouts, self._evaluation))
 
     def _wait(self, work: "Future[Any]", num_steps_done: int) -> SyncRequest | None:
         """Wait until the work is done; before, ask for the weights of an engine that is back.
@@ -350,9 +350,9 @@ class Driver:
 
     def read_state(self) -> DriverState:
         """What a checkpoint holds of rank 0."""
-        sampling = self._sampling
-        if sampling and sampling.done() and not sampling.exception() and not self._rollouts_ahead:
-            self._rollouts_ahead = format_rollouts(sampling.result()[0])
+        work = self._rollouts
+        if work and work.done() and not work.exception() and self._rollouts_ahead is None:
+            self._rollouts_ahead = format_rollouts(work.result()[0])
         return DriverState(
             stream_position=self._stream_position,
             metrics=self._run_log.read_bytes(),

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_stapo.config import RewardConfig
-from megatron_stapo.driver import Driver, SyncRequest, Timer
+from megatron_stapo.driver import Driver, Timer
 from megatron_stapo.observability import RunLog
 from megatron_stapo.types import Rollout, RolloutGroup
 from tests.workers import build_config
@@ -88,12 +88,12 @@ def build_driver(tmp_path, tokenizer_folder):
         thing.close()
 
 
-def collect(driver, step, timer=None):
-    """With an engine that gets the weights when it is asked for."""
-    while isinstance(answer := driver.collect(step, timer or Timer()), SyncRequest):
-        assert answer.engine_indices == [0]
-        driver._engine.policy_version = answer.policy_version
-    return answer
+def collect(driver, step):
+    """As the loop does: the engine gets the weights that it is said to lack."""
+    while request := driver.request_sync(step - 1, Timer()):
+        assert request.engine_indices == [0]
+        driver._engine.policy_version = request.policy_version
+    return driver.collect(step, Timer())
 
 
 def list_advantages(minibatches):

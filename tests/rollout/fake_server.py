@@ -12,8 +12,10 @@ GENERATE = "/inference/v1/generate"
 class FakeServer(ThreadingHTTPServer):
     """Answers every path with 200 and {}; `answers` maps a path to a function of the request."""
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), FakeHandler)
+    daemon_threads = True
+
+    def __init__(self, port=0):
+        super().__init__(("127.0.0.1", port), FakeHandler)
         self.answers = {}
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.closing = threading.Event()

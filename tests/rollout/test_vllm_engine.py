@@ -254,7 +254,7 @@ def test_a_server_that_lost_its_model_is_an_error_though_it_leaves_calls_open(se
     server.answers[GENERATE] = lambda request: (200 if server.closing.wait(20) else None, b"")
     server.answers["/health"] = lambda request: (503, b"EngineDeadError")
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"refused /health during generate: HTTP 503"):
+    with pytest.raises(RuntimeError, match="does not answer that it is well"):
         generate(engine)
     assert time.monotonic() - start < 10
 
