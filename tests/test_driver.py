@@ -215,15 +215,15 @@ def test_a_step_is_sampled_ahead_by_the_weights_before_and_a_checkpoint_holds_it
     assert resumed._rollout_metrics["lag_mean"] == 1
     resumed.request_sync(2, Timer())
     assert other_engine.drawn == engine.drawn[4:6]  # the third step's, ahead
-    assert resumed.read_state().rollouts_ahead == driver.read_state().rollouts_ahead
+    assert resumed.read_state().stream_position == driver.read_state().stream_position == 4
 
 
 def test_a_sync_waits_for_what_is_sampled_ahead_unless_no_engine_is_left(build_driver):
     driver, engine = build_driver(2, rollout__max_lag_steps=1)
     collect(driver, 1)
+    assert driver.request_sync(1, Timer()) is not None  # step 2 is there
     engine.gate.clear()
-    collect_two = collect(driver, 1 + 1)
-    assert collect_two is not None
+    assert collect(driver, 2) is not None
     # Step 3 hangs half-way, while step 2 has trained; its engine still serves.
     asked = []
     thread = threading.Thread(target=lambda: asked.append(driver.request_sync(2, Timer())))

@@ -155,11 +155,13 @@ def _watch(
         if name_restart_request(run_dir, index).exists():
             return "cannot be used any more, says the trainer", has_served
         now_s = time.monotonic()
-        if now_s - last_look_s < _HEALTH_INTERVAL_S:
+        if has_served and now_s - last_look_s < _HEALTH_INTERVAL_S:
             continue
         last_look_s = now_s
         limit_s = rollout.health_timeout_s if has_served else rollout.start_timeout_s
         if _is_healthy(url, timeout_s=min(limit_s, _HEALTH_INTERVAL_S)):
+            if not has_served:
+                print(f"engine_host: engine {index} serves", flush=True)
             has_served = True
             last_answer_s = time.monotonic()
         elif time.monotonic() - last_answer_s > limit_s:
