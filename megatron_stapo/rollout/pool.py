@@ -310,7 +310,9 @@ class EnginePool:
             # The process that answers is well, and the one that holds the model hangs.
             request_restart(Path(self._config.run_dir), member.index)
             return
+        # Before the first update both have the same label, and the same weights.
         if not is_the_old_one or member.engine.policy_version == 0:
+            is_the_old_one = False
             member.engine.forget()
         member.is_up = True
         self._log_event(

@@ -207,7 +207,7 @@ def test_the_last_engines_restart_is_waited_for(build_pool):
     assert not pool.is_serving
     servers.restart(0)
     assert list_tokens(call.finish()) == expect()
-    assert [name for name, _ in events] == ["engine_died", "engine_back"]
+    assert [name for name, _ in events] == ["engine_died", "engine_restarted"]
 
 
 def test_an_engine_that_never_comes_back_is_an_error_that_says_of_what_it_died(build_pool):
@@ -247,6 +247,14 @@ def test_a_restart_that_nobody_saw_is_noticed_by_the_weights_version(build_pool,
     monkeypatch.setattr(VllmEngine, "_open_group", lambda engine: None)
     for index in range(2):
         pool.update_weights([], 1, index)
+    # The same process answers again: it has its weights, and serves on without an update.
+    servers.running[0].answers["/health"] = lambda request: (503, b"")
+    wait_until(lambda: events)
+    servers.running[0].answers["/health"] = lambda request: (200, b"")
+    wait_until(lambda: len(events) == 2)
+    assert [name for name, _ in events] == ["engine_died", "engine_back"]
+    assert pool.list_stale(1) == []
+    events.clear()
     servers.running[0].version = "default"
     assert list_tokens(pool.generate(PROMPTS, NUM_SAMPLES, SAMPLING)) == expect(1)
     assert events[0][0] == "engine_died" and "was started again" in events[0][1]["value"]
