@@ -121,9 +121,9 @@ def servers(config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(config, servers):
-    # A server that dies here has no host to start it again.
-    config = replace(config, rollout=replace(config.rollout, start_timeout_s=5))
-    engine = EnginePool(config, [VllmEngine(config, servers[0].url, STOP_TOKEN_IDS)])
+    # A server that dies here has no host to start it again, so that waiting for it is in vain.
+    impatient = replace(config, rollout=replace(config.rollout, start_timeout_s=5))
+    engine = EnginePool(impatient, [VllmEngine(config, servers[0].url, STOP_TOKEN_IDS)])
     yield engine
     engine.close()
 
@@ -268,7 +268,7 @@ def test_a_server_that_dies_under_generate_is_an_error(engine, servers):
     timer = threading.Timer(1, servers[0].process.kill)
     timer.start()
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="stopped answering during generate"):
+    with pytest.raises(RuntimeError, match="no engine has come back .* answer"):
         generate(engine)
     assert 1 <= time.monotonic() - start < DEADLINE_S
     timer.join()
