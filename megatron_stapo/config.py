@@ -750,6 +750,7 @@ def check_model_layout(config: Config) -> None:
         if name.startswith("parallel") or config.rollout.engine == "vllm":
             extents = {what: model_json[key] for key, what in keys.items()}
             _require_divides(name, value, extents)
+    _check_engine_stages(config)
     _check_experts(config, model_json["num_experts"] if has_experts else 0)
     _check_stages(config.parallel, model_json["num_hidden_layers"])
     _check_length(
@@ -774,7 +775,19 @@ def check_engine_layout(config: Config) -> None:
         _require_divides(
             "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, extents
         )
+    _check_engine_stages(config)
     _check_evaluation_length(config, model_json["max_position_embeddings"])
+
+
+def _check_engine_stages(config: Config) -> None:
+    size = config.rollout.pipeline_parallel_size
+    _require(
+        size == 1 or config.parallel.device == "cuda",
+        "rollout.pipeline_parallel_size",
+        size,
+        "the workers of vLLM 0.32's CPU build die of the first request to a second stage; use 1 "
+        "with parallel.device=cpu.",
+    )
 
 
 def _check_evaluation_length(config: Config, limit: int) -> None:

@@ -12,6 +12,7 @@ from megatron_stapo.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
+    check_engine_layout,
     check_model_layout,
     from_dict,
     list_changes,
@@ -132,6 +133,14 @@ def test_responses_beyond_the_models_positions_are_refused(tiny_models):
     )
     with pytest.raises(ValueError, match="max_position_embeddings=256; use at most 236"):
         check_model_layout(config)
+
+
+@pytest.mark.parametrize("check", [check_model_layout, check_engine_layout])
+def test_an_engine_of_two_stages_is_refused_on_a_cpu_alone(tiny_models, check):
+    config = build_config(tiny_models["tied"], rollout__pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match=r"rollout.pipeline_parallel_size=2: .*use 1"):
+        check(config)
+    check(replace(config, parallel=replace(config.parallel, device="cuda")))
 
 
 def test_defaults_are_the_papers(tmp_path):
