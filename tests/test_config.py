@@ -12,6 +12,7 @@ from megatron_stapo.config import (
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
+    check_engine_layout,
     check_model_layout,
     from_dict,
     list_changes,
@@ -25,6 +26,21 @@ def test_a_config_survives_json(tmp_path):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
+def test_what_is_sampled_ahead_is_corrected_unless_another_bound_is_named(tmp_path):
+    def find_weight(**changes):
+        return build_config(tmp_path, **changes).algorithm.tis_max_weight
+
+    assert find_weight() is None
+    assert find_weight(rollout__max_lag_steps=1) == 2.0
+    assert find_weight(rollout__max_lag_steps=1, algorithm__tis_max_weight=5.0) == 5.0
+    config = build_config(tmp_path, rollout__max_lag_steps=1)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert [change.split(":")[0] for change in list_changes(build_config(tmp_path), config)] == [
+        "rollout.max_lag_steps",
+        "algorithm.tis_max_weight",
+    ]
+
+
 @pytest.mark.parametrize(
     ("group", "field", "value", "message"),
     [
@@ -35,6 +51,9 @@ def test_a_config_survives_json(tmp_path):
             "sglang",
             r"rollout.engine=sglang: must be one of vllm, transformers",
         ),
+        ("rollout", "max_lag_steps", 2, r"rollout.max_lag_steps=2: must be 0 or 1"),
+        ("rollout", "max_engine_restarts", -1, r"rollout.max_engine_restarts=-1: must be >= 0"),
+        ("rollout", "health_timeout_s", 0.0, r"rollout.health_timeout_s=0.0: must be > 0"),
         ("model", "dtype", "float16", r"model.dtype=float16"),
         ("evaluation", "top_p", 0.0, r"evaluation.top_p=0.0: must be in \(0, 1\]"),
         ("evaluation", "num_samples", 0, r"evaluation.num_samples=0: must be >= 1, or None"),
@@ -127,6 +146,14 @@ def test_responses_beyond_the_models_positions_are_refused(tiny_models):
     )
     with pytest.raises(ValueError, match="max_position_embeddings=256; use at most 236"):
         check_model_layout(config)
+
+
+@pytest.mark.parametrize("check", [check_model_layout, check_engine_layout])
+def test_an_engine_of_two_stages_is_refused_on_a_cpu_alone(tiny_models, check):
+    config = build_config(tiny_models["tied"], rollout__pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match=r"rollout.pipeline_parallel_size=2: .*use 1"):
+        check(config)
+    check(replace(config, parallel=replace(config.parallel, device="cuda")))
 
 
 def test_defaults_are_the_papers(tmp_path):

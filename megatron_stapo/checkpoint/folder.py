@@ -26,6 +26,8 @@ STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 """The run's record up to the step: thresholds, losses, accuracies."""
+AHEAD_FILE = "rollouts_ahead.safetensors"
+"""Rollouts of the next step that were sampled before the checkpoint; see rollout.max_lag_steps."""
 HF_FOLDER = "hf"
 """The model's config.json, tokenizer and generation config, for an export."""
 
@@ -48,7 +50,7 @@ class TrainerState:
     optimizer_step: int
     """Adam's count, for its bias correction."""
     stream_position: int
-    """Prompts drawn or passed over so far."""
+    """Prompts drawn or passed over so far, by the steps done."""
     prompts_digest: str
     """SHA-256 of the prompts that the position counts, in the source's order."""
     dtype: str | None
@@ -72,6 +74,8 @@ class DriverState:
     """The run's metrics.jsonl."""
     accuracies: dict[int, float]
     """Steps done -> mean accuracy, of every evaluation so far."""
+    rollouts_ahead: bytes | None = None
+    """Of the next step, as `checkpoint.rollouts` writes them; None where they are not sampled."""
 
 
 def name_checkpoint(run_dir: Path, num_steps_done: int) -> Path:
@@ -143,7 +147,7 @@ def list_files(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_fault(checkpoint: Path, names: Sequence[str]) -> str | None:
-    """Compare files with the manifest, and the folder's name with its state.
+    """Compare files with the manifest.
 
     Args:
         names: of files that the manifest lists.
@@ -173,12 +177,6 @@ def find_fault(checkpoint: Path, names: Sequence[str]) -> str | None:
             return f"checkpoint {checkpoint}: {name} is missing."
         except OSError as error:
             return f"checkpoint {checkpoint}: {name} cannot be read ({error.strerror})."
-    step = parse_step(checkpoint)
-    if STATE_FILE in names and step not in (
-        None,
-        num_done := read_state(checkpoint).num_steps_done,
-    ):
-        return f"checkpoint {checkpoint}: holds the state after {num_done} steps; it was renamed."
     return None
 
 

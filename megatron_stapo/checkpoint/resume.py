@@ -11,6 +11,7 @@ from megatron_stapo.checkpoint.folder import (
     find_fault,
     list_checkpoints,
     list_files,
+    parse_step,
     read_state,
     set_broken_aside,
 )
@@ -112,6 +113,11 @@ def _load(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 def _find_own_fault(checkpoint: Path, groups: Groups) -> str | None:
     try:
         names = sorted(list_files(checkpoint))
+        if fault := find_fault(checkpoint, names[groups.rank :: groups.world_size]):
+            return fault
+        num_steps_done = read_state(checkpoint).num_steps_done
     except ValueError as error:
         return str(error)
-    return find_fault(checkpoint, names[groups.rank :: groups.world_size])
+    if parse_step(checkpoint) != num_steps_done:
+        return f"checkpoint {checkpoint}: holds the state after {num_steps_done} steps."
+    return None

@@ -1,5 +1,6 @@
-"""What a run starts: the trainer's ranks, and the rollout engine beside them."""
+"""What a run starts: the trainer's ranks, and the rollout engines beside them."""
 
+import contextlib
 import shlex
 import socket
 import sys
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_stapo.config import Config
-from megatron_stapo.rollout.vllm_server import build_server_arguments, build_server_environment
+from megatron_stapo.rollout.engine_host import name_engine
 
 LOGS_FOLDER = "logs"
 OUTCOME_FILE = "nemo_run/outcome.json"
@@ -37,7 +38,7 @@ def build_tasks(
         trainer_module: what every trainer rank runs, with trainer_arguments beside the run folder.
     """
     trainer_argv = [sys.executable, "-m", trainer_module, *trainer_arguments]
-    tasks, engine_arguments = _build_engine_task(config)
+    tasks, engine_arguments = _build_engine_tasks(config)
     trainer_argv += ["--run-dir", config.run_dir, *engine_arguments]
     env = {
         # A rank is one thread of compute: several ranks share the cores of a CPU.
@@ -57,30 +58,42 @@ def build_tasks(
 
 def build_evaluation_tasks(config: Config) -> list[Task]:
     """The commands of an evaluation without a trainer; as `build_tasks`."""
-    tasks, engine_arguments = _build_engine_task(config)
+    tasks, engine_arguments = _build_engine_tasks(config)
     argv = [sys.executable, "-m", "megatron_stapo.evaluation.run", "--run-dir", config.run_dir]
     argv += engine_arguments
     return [*tasks, Task(name="evaluation", argv=argv, env={"OMP_NUM_THREADS": "1"})]
 
 
-def _build_engine_task(config: Config) -> tuple[list[Task], list[str]]:
-    """The vLLM server, if there is one, and what its client is told."""
+def _build_engine_tasks(config: Config) -> tuple[list[Task], list[str]]:
+    """The hosts of the vLLM servers, if there are any, and what their client is told."""
+    tasks: list[Task] = []
+    engine_arguments: list[str] = []
     if config.rollout.engine != "vllm":
-        return [], []
-    host, port = "127.0.0.1", find_free_port()
-    engine = Task(
-        name="engine",
-        argv=[sys.executable, *build_server_arguments(config, host, port)],
-        env=build_server_environment(config),
-    )
-    return [engine], ["--engine-url", f"http://{host}:{port}"]
+        return tasks, engine_arguments
+    num_engines = config.rollout.num_engines
+    for index, port in enumerate(find_free_ports(num_engines)):
+        host = "127.0.0.1"
+        argv = [sys.executable, "-m", "megatron_stapo.rollout.engine_host"]
+        argv += ["--run-dir", config.run_dir, "--index", str(index)]
+        argv += ["--host", host, "--port", str(port)]
+        env = {}
+        if config.parallel.device == "cuda":
+            # The trainer's ranks take the first GPUs, a GPU each.
+            first = config.parallel.world_size + index * config.rollout.num_engine_ranks
+            gpus = range(first, first + config.rollout.num_engine_ranks)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        tasks.append(Task(name=name_engine(index, num_engines), argv=argv, env=env))
+        engine_arguments += ["--engine-url", f"http://{host}:{port}"]
+    return tasks, engine_arguments
 
 
-def find_free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def find_free_ports(num_ports: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that nothing listens on now, each another one."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def build_script(run_dir: Path, task: Task) -> str:

@@ -2,13 +2,15 @@
 
 metrics.jsonl is the record; the summary, the curves and the console are derived from it. A line is
 whole once it ends in a newline, and flushed at once, so that it survives the process and another
-process may follow the file. A line holds "step" or "event", never both.
+process may follow the file. A line holds "step" or "event", never both. Several threads write.
 """
 
 import json
 import math
 import os
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ class RunLog:
             partial.write_bytes(history)
             partial.replace(self._path)
             purge_step = max((r["step"] for r in self.read() if "step" in r), default=0) + 1
+        self._lock = threading.Lock()
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._unwritten = b""
         self._tensorboard: Any = SummaryWriter(
@@ -45,7 +48,11 @@ class RunLog:
         )
 
     def log_step(
-        self, step: int, metrics: dict[str, float | None], seconds: dict[str, float]
+        self,
+        step: int,
+        metrics: dict[str, float | None],
+        seconds: dict[str, float],
+        spans: Mapping[str, Sequence[tuple[str, float, float]]] | None = None,
     ) -> None:
         """Record a finished step.
 
@@ -53,8 +60,11 @@ class RunLog:
             step: number of completed steps, from 1.
             metrics: name -> value; a value that is None or not finite is recorded as null.
             seconds: phase of the step -> seconds.
+            spans: who -> phases with begin and end, in seconds of the wall clock; what the engines
+                did for this step may lie before it.
         """
-        self._write({"step": step, "time": time.time(), "metrics": metrics, "seconds": seconds})
+        record = {"step": step, "time": time.time(), "metrics": metrics, "seconds": seconds}
+        self._write(record | ({"spans": spans} if spans else {}))
         if self._tensorboard is None:
             return
         try:
@@ -93,14 +103,15 @@ class RunLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         line = json.dumps(_replace_non_finite(record), allow_nan=False) + "\n"
-        self._unwritten += line.encode()
-        # A full disk may take a part, and has room again later. Unbuffered: a reader sees a prefix
-        # of the file, never two halves mixed.
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        except OSError as error:
-            print(f"{self._path}: not written ({error.strerror})", flush=True)
+        with self._lock:
+            self._unwritten += line.encode()
+            # A full disk may take a part, and has room again later. Unbuffered: a reader sees a
+            # prefix of the file, never two halves mixed.
+            try:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            except OSError as error:
+                print(f"{self._path}: not written ({error.strerror})", flush=True)
 
 
 def _replace_non_finite(value: Any) -> Any:

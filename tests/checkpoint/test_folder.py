@@ -96,11 +96,6 @@ def test_every_flipped_bit_of_a_manifest_is_a_fault(tmp_path):
     assert "manifest.json is missing or damaged" in find_fault(checkpoint, names)
 
 
-def test_a_renamed_checkpoint_is_a_fault(tmp_path):
-    renamed = write(tmp_path, 3).rename(name_checkpoint(tmp_path, 8))
-    assert "holds the state after 3 steps" in find_fault(renamed, ["state.json", "data"])
-
-
 @pytest.mark.parametrize(
     ("keep_last", "keep_best", "kept"),
     [(1, 0, [5]), (2, 1, [2, 4, 5]), (1, 2, [2, 3, 5]), (9, 0, [1, 2, 3, 4, 5])],

@@ -6,7 +6,12 @@ import shutil
 import pytest
 import torch
 
-from megatron_stapo.checkpoint.folder import list_checkpoints, name_checkpoint, read_state
+from megatron_stapo.checkpoint.folder import (
+    digest_file,
+    list_checkpoints,
+    name_checkpoint,
+    read_state,
+)
 from megatron_stapo.checkpoint.tensors import StoredTensors
 from tests.layouts import Layout
 from tests.tiny_model import VOCAB_SIZE
@@ -100,6 +105,16 @@ def test_training_goes_on_in_another_layout_as_it_would_have_in_its_own(
         assert difference.max() <= 0.3 * lr and difference.mean() <= 1e-3 * lr, name
 
 
+def copy(checkpoint, target, num_steps_done):
+    """As if the run had written it after so many steps."""
+    shutil.copytree(checkpoint, target, dirs_exist_ok=True)
+    state = target / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"num_steps_done": num_steps_done}))
+    manifest = target / "manifest.json"
+    files = json.loads(manifest.read_text())["files"] | {"state.json": digest_file(state)}
+    manifest.write_text(json.dumps({"files": files}))
+
+
 def test_the_newest_whole_checkpoint_is_taken(rank_pool, tiny_models, tmp_path):
     config = build(Layout(dp=2), tiny_models)
     groups = build_groups(config, VOCAB_SIZE)
@@ -107,7 +122,7 @@ def test_the_newest_whole_checkpoint_is_taken(rank_pool, tiny_models, tmp_path):
     rank_pool.run(run_checkpoint, 2, config, groups, None, 1, run_dir)
     whole = name_checkpoint(run_dir, 1)
     newer = name_checkpoint(run_dir, 2)
-    shutil.copytree(whole, newer)
+    copy(whole, newer, 2)
     half_written = name_checkpoint(run_dir, 3).with_name("step_000003.partial")
     shutil.copytree(whole, half_written)
     name = sorted(path.name for path in newer.glob("*.distcp"))[-1]
@@ -118,6 +133,7 @@ def test_the_newest_whole_checkpoint_is_taken(rank_pool, tiny_models, tmp_path):
         (newer / name).write_bytes(content)
 
     faults = {
+        "renamed": (lambda: copy(whole, newer, 3), "holds the state after 3 steps"),
         "flipped": (flip, "checksum"),
         "truncated": (lambda: (newer / name).write_bytes(b"short"), "truncated"),
         "missing": (lambda: (newer / name).unlink(), f"{name} is missing"),
@@ -126,7 +142,7 @@ def test_the_newest_whole_checkpoint_is_taken(rank_pool, tiny_models, tmp_path):
     }
     for number, (what, (damage, message)) in enumerate(faults.items()):
         if not newer.exists():
-            shutil.copytree(whole, newer)
+            copy(whole, newer, 2)
         damage()
         [result, *_] = rank_pool.run(
             run_checkpoint, 2, config, groups, run_dir, 0, tmp_path / f"out_{number}"
