@@ -43,10 +43,12 @@ def describe_failure(
     logs = run_dir / LOGS_FOLDER
     if not outcome:
         what, log = f"NeMo-Run {_describe_exit(experiment_exit_code)}", logs / "nemo_run.log"
-    elif "engine" in outcome:
+    elif engine := next((name for name in outcome if name.startswith("engine")), None):
         # Also when the trainer ended in the same moment: it cannot end the engine, only miss it.
-        exit_code = outcome["engine"]["exit_code"]
-        what, log = f"the rollout engine {_describe_exit(exit_code)}", logs / "engine.log"
+        exit_code = outcome[engine]["exit_code"]
+        number = engine.removeprefix("engine").removeprefix("_")
+        which = f"rollout engine {number}" if number else "the rollout engine"
+        what, log = f"{which} {_describe_exit(exit_code)}", logs / f"{engine}.log"
     elif "evaluation" in outcome:
         exit_code = outcome["evaluation"]["exit_code"]
         what, log = f"the evaluation {_describe_exit(exit_code)}", logs / "evaluation.log"
@@ -56,7 +58,7 @@ def describe_failure(
     errors = _find_errors(lines)
     # The engine's processes share a log, and the cause comes first, then who missed the process. A
     # rank has its own, and raises last what it wants read.
-    error = errors[0 if log.name == "engine.log" else -1] if errors else ""
+    error = errors[0 if log.name.startswith("engine") else -1] if errors else ""
     reason = f"{what}: {error}" if error else f"{what}."
     tail = [f"  {line[:200]}" for line in lines[-_NUM_TAIL_LINES:]] or ["  (the log is empty)"]
     return reason, "\n".join([f"last lines of {log}:", *tail])
@@ -67,7 +69,8 @@ def _describe_trainer(exit_code: int, logs: Path) -> tuple[str, Path]:
     torchrun_log = logs / "torchrun.log"
     failures = [
         (int(match["rank"]), int(match["exit_code"]))
-        for match in _TORCHRUN_FAILURE.finditer("\n".join(_read_lines(torchrun_log)))
+        for log in sorted(logs.glob("torchrun*.log"))  # one for each host
+        for match in _TORCHRUN_FAILURE.finditer("\n".join(_read_lines(log)))
     ]
     if not failures:
         what = f"torchrun, the parent of the trainer's ranks, {_describe_exit(exit_code)}"

@@ -80,9 +80,8 @@ def test_coordinates_are_those_of_megatrons_rank_generator(layout):
         cp=1,
         order=order,
     )
-    for axis, generator in [("tp", dense), ("cp", dense), ("dp", dense), ("pp", dense)] + [
-        ("ep", experts)
-    ]:
+    generators = {"tp": dense, "cp": dense, "dp": dense, "pp": dense, "ep": experts}
+    for axis, generator in generators.items():
         for group in generator.get_ranks(axis):
             for coordinate, rank in enumerate(group):
                 assert table[rank].rank == rank
@@ -118,9 +117,8 @@ def test_engines_follow_the_trainer_and_stay_on_one_host():
         assert [(p.host, p.gpu) for p in found] == [(host, gpu) for gpu in gpus]
         assert [(p.tp, p.pp) for p in found] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert count_hosts(table) == 3
-    assert format_process_table(table).splitlines()[11].split() == (
-        "1 2 engine 0 0 0 0 0 0 0".split()
-    )
+    line = format_process_table(table).splitlines()[11]
+    assert line.split() == ["1", "2", "engine", "0", "0", "0", "0", "0", "0", "0"]
 
 
 def test_no_two_processes_share_a_gpu():
