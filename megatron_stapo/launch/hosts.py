@@ -222,7 +222,7 @@ class Head:
         outcome: Outcome = {}
         for part in (own, *self._outcomes.values()):
             for name, end in part.items():
-                if outcome.get(name, end)["state"] == SUCCEEDED:
+                if name not in outcome or outcome[name]["state"] == SUCCEEDED:
                     outcome[name] = end
         return outcome
 

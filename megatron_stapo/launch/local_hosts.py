@@ -5,6 +5,8 @@ folders. Every host runs the command that it would run as a node of a cluster.
 """
 
 import contextlib
+import ipaddress
+import shlex
 import signal
 import sys
 import time
@@ -93,3 +95,20 @@ def _signal_first_host(task: Task, signum: int) -> None:
             command = process.cmdline()
             if command and command == task.argv[-len(command) :]:
                 process.send_signal(signal.Signals(signum))
+
+
+def parse_host(text: str) -> LocalHost:
+    """Read ADDRESS or ADDRESS=COMMAND PREFIX.
+
+    Raises:
+        ValueError: no IPv4 address.
+    """
+    address, _, prefix = text.partition("=")
+    try:
+        ipaddress.IPv4Address(address)
+    except ValueError:
+        raise ValueError(
+            f"--host={text}: must be ADDRESS or ADDRESS=COMMAND, for example "
+            "'10.0.0.1=ip netns exec host1'."
+        ) from None
+    return LocalHost(address=address, prefix=tuple(shlex.split(prefix)))
