@@ -153,7 +153,7 @@ def _add_launch(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--dry-run", action="store_true", help="write what would be submitted, and the plan"
     )
-    verb.add_argument("--out", help="folder for that; default: RUN_DIR.launch")
+    verb.add_argument("--out", help="folder for that; default: RUN_DIR.launch, RUN_DIR.hosts")
     _add_train(verb)
     verb.set_defaults(run=_launch)
 
@@ -290,6 +290,7 @@ def _launch_here(
     command = [sys.executable, "-m", "megatron_stapo.cli", "host", "--head", head]
     command += ["--config", json.dumps(to_dict(config))]
     command += [f"--{name}" for name in ("fresh", "changed") if getattr(arguments, name)]
+    folder = Path(arguments.out or f"{config.run_dir.rstrip('/')}.hosts")
     return launch_on_hosts(hosts, folder, lambda index: [*command, "--index", str(index)])
 
 

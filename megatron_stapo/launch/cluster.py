@@ -20,13 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-import nemo_run
 import yaml
-from nemo_run.core.execution.base import Executor
-from nemo_run.core.execution.docker import DockerContainer
 
 from megatron_stapo.checkpoint.stop import STOP_FILE
 from megatron_stapo.config import Config, to_dict
+from megatron_stapo.launch.nemo import DockerContainer, Executor, nemo_run
 from megatron_stapo.launch.placement import (
     build_process_table,
     count_hosts,

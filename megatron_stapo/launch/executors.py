@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nemo_run
-from nemo_run.core.execution.base import Executor, import_executor
+from megatron_stapo.launch.nemo import Executor, import_executor, nemo_run
 
 KINDS: dict[str, type[Executor]] = {
     "slurm": nemo_run.SlurmExecutor,
