@@ -18,7 +18,8 @@ LEVELS = [
     {"driver"},
     {"train"},
     {"verify"},
-    {"launch", "recipe"},
+    {"recipe"},
+    {"launch"},
     {"cli"},
 ]
 LIBRARIES = {

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from megatron_stapo.launch.executors import build_executor
 from megatron_stapo.launch.nemo import nemo_run
 from megatron_stapo.launch.placement import build_process_table, count_hosts
 from megatron_stapo.recipe import apply_overrides, list_recipes, load_recipe
+from tests.launch.test_launch import ENVIRONMENT
 
 # Invoke, by which NeMo-Run makes folders, leaves its pipes to the garbage collector.
 pytestmark = [
@@ -245,6 +247,29 @@ def test_a_run_can_be_added_to_an_experiment_of_a_users_own_script(spread, tmp_p
         assert job == "tiny-stapo"
         assert experiment.jobs[0].executor.nodes == 3
     assert executor.nodes == 1  # the caller's is as it was
+
+
+def test_nemo_runs_own_command_line_takes_recipes(tmp_path):
+    (tmp_path / "workspace.py").write_text(
+        "import nemo_run as run\n"
+        "@run.cli.factory\n"
+        "@run.autoconvert\n"
+        "def team() -> run.SlurmExecutor:\n"
+        "    return run.SlurmExecutor(account='team', packager=run.Packager())\n"
+    )
+    words = ["recipe=tiny_stapo", 'overrides=["cluster.num_gpus_per_node=1", "seed=3"]']
+    words += ["run.executor=team", "run.executor.time=01:00:00", "--yes", "--dryrun"]
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_stapo.launch.nemo_cli", *words],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"NEMORUN_HOME": str(tmp_path / "home"), "COLUMNS": "500"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    directives = read_directives("\n".join(map(str.strip, result.stdout.splitlines())))
+    assert (directives["nodes"], directives["time"]) == ("3", "01:00:00")
+    assert directives["account"] == "team" and "stapo_save" in result.stdout
 
 
 SHIM = """#!/usr/bin/env bash

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -71,8 +72,42 @@ def networks() -> Iterator[list[str]]:
         ip("netns", "del", name)
 
 
-def start(run_dir: Path, what: str, hosts: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
+    """The runs, all started together; each test ends one of them."""
+    hosts = {"succeed": LOOPBACK, "signalled": LOOPBACK}
+    if can_make_networks():
+        networks = request.getfixturevalue("networks")
+        hosts |= {"raise": networks, "cut": networks}
+    folder = tmp_path_factory.mktemp("hosts")
+    runs = {name: start(folder / name, name, hosts) for name, hosts in hosts.items()}
+    yield runs
+    for run in runs.values():
+        run.launcher.kill()
+        run.launcher.communicate()
+
+
+@dataclass
+class Run:
+    run_dir: Path
+    launcher: subprocess.Popen[str]
+
+    def wait_until_ready(self) -> list[dict]:
+        """What the ranks have seen."""
+        files = [self.run_dir / f"ready_{rank}" for rank in range(2)]
+        wait_until(lambda: all(f.exists() for f in files), START_TIMEOUT_S, f"{self.run_dir} is up")
+        return [json.loads(file.read_text()) for file in files]
+
+    def wait_until_ended(self) -> tuple[int, str]:
+        """Exit code and output, once no process of any host is left."""
+        processes = psutil.Process(self.launcher.pid).children(recursive=True)
+        stdout, stderr = self.launcher.communicate(timeout=END_TIMEOUT_S)
+        wait_until(lambda: not any(map(is_running, processes)), END_TIMEOUT_S, "no process is left")
+        return self.launcher.returncode, stdout + stderr
+
+
+def start(run_dir: Path, what: str, hosts: list[str]) -> Run:
+    launcher = subprocess.Popen(
         [sys.executable, str(STAND_IN_HOSTS), str(run_dir), what, *hosts],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -81,63 +116,49 @@ def start(run_dir: Path, what: str, hosts: list[str]) -> subprocess.Popen[str]:
         env=ENVIRONMENT | {"SLURM_PROCID": "1"},
         start_new_session=True,
     )
+    return Run(run_dir, launcher)
 
 
-def wait_until_ready(run_dir: Path) -> list[dict]:
-    files = [run_dir / f"ready_{rank}" for rank in range(2)]
-    wait_until(lambda: all(f.exists() for f in files), START_TIMEOUT_S, f"{run_dir} is up")
-    return [json.loads(file.read_text()) for file in files]
-
-
-def wait_until_ended(launcher: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and output, once no process of any host is left."""
-    processes = psutil.Process(launcher.pid).children(recursive=True)
-    stdout, stderr = launcher.communicate(timeout=END_TIMEOUT_S)
-    wait_until(lambda: not any(map(is_running, processes)), END_TIMEOUT_S, "no process is left")
-    return launcher.returncode, stdout + stderr
-
-
-def test_ranks_of_two_hosts_form_one_world_and_end_in_success(tmp_path: Path) -> None:
-    launcher = start(tmp_path / "run", "succeed", LOOPBACK)
-    exit_code, output = wait_until_ended(launcher)
-    seen = wait_until_ready(tmp_path / "run")
+def test_ranks_of_two_hosts_form_one_world_and_end_in_success(runs: dict[str, Run]) -> None:
+    run = runs["succeed"]
+    seen = run.wait_until_ready()
+    exit_code, output = run.wait_until_ended()
     assert (exit_code, [s["sum"] for s in seen], [s["host"] for s in seen]) == (0, [11, 11], [0, 1])
     assert "starting trainer (ranks: 1)" in output and '["finished"]' in output
 
 
 @needs_networks
-def test_a_rank_that_raises_on_another_host_is_named(tmp_path: Path, networks: list[str]) -> None:
-    launcher = start(tmp_path / "run", "raise", networks)
-    exit_code, output = wait_until_ended(launcher)
+def test_a_rank_that_raises_on_another_host_is_named(runs: dict[str, Run]) -> None:
+    run = runs["raise"]
     # Gloo goes over the cable, not over a loopback interface that each network has of its own.
-    assert [s["addresses"][0] for s in wait_until_ready(tmp_path / "run")] == [
-        "10.77.0.1",
-        "10.77.0.2",
-    ]
+    addresses = [seen["addresses"][0] for seen in run.wait_until_ready()]
+    assert addresses == ["10.77.0.1", "10.77.0.2"]
+    exit_code, output = run.wait_until_ended()
     error = "trainer rank 1 ended with exit code 1: ArithmeticError: the stand-in fails\n"
     assert exit_code == 1 and output.count("stapo: error:") == 1
     assert f"stapo: error: {error}" in output and '["failed"]' in output
 
 
+def test_a_signal_ends_every_host_in_order(runs: dict[str, Run]) -> None:
+    run = runs["signalled"]
+    run.wait_until_ready()
+    run.launcher.send_signal(signal.SIGTERM)
+    exit_code, output = run.wait_until_ended()
+    assert exit_code == 128 + signal.SIGTERM
+    assert "stapo: stopped by SIGTERM." in output and '["interrupted"]' in output
+
+
+# The last one: the cable is the other run's, too.
 @needs_networks
 def test_a_host_that_is_cut_off_is_named_and_every_rank_ends(
-    tmp_path: Path, networks: list[str]
+    runs: dict[str, Run], networks: list[str]
 ) -> None:
-    launcher = start(tmp_path / "run", "wait", networks)
-    wait_until_ready(tmp_path / "run")
+    run = runs["cut"]
+    run.wait_until_ready()
     namespace = networks[1].split()[-1]
     subprocess.run(["ip", "-n", namespace, "link", "set", "cable", "down"], check=True)
     start_s = time.monotonic()
-    exit_code, output = wait_until_ended(launcher)
+    exit_code, output = run.wait_until_ended()
     assert exit_code == 1 and time.monotonic() - start_s < END_TIMEOUT_S
     assert "stapo: error: host 1 (10.77.0.2) is lost" in output
     assert output.count("stapo: error: ") == 1
-
-
-def test_a_signal_ends_every_host_in_order(tmp_path: Path) -> None:
-    launcher = start(tmp_path / "run", "wait", LOOPBACK)
-    wait_until_ready(tmp_path / "run")
-    launcher.send_signal(signal.SIGTERM)
-    exit_code, output = wait_until_ended(launcher)
-    assert exit_code == 128 + signal.SIGTERM
-    assert "stapo: stopped by SIGTERM." in output and '["interrupted"]' in output
