@@ -15,6 +15,7 @@ import json
 import queue
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -107,7 +108,7 @@ class Head:
         """Listen for the members.
 
         Args:
-            num_hosts: with the head's own.
+            num_hosts: with the head's own; 1 listens to nobody.
             port: TCP port that the members were told.
             run_dir: members of another run are turned away.
             build_tasks: from the hosts to the tasks of each.
@@ -123,13 +124,14 @@ class Head:
         self._trainers: set[int] = set()
         self._received: list[int] = []
         self._failed_at_s: float | None = None
-        try:
-            self._listener = socket.create_server(("", port), backlog=num_hosts)
-        except OSError as error:
-            raise ValueError(
-                f"--head: cannot listen on port {port} ({error.strerror}); give a free one."
-            ) from error
-        self._listener.settimeout(_POLL_S)
+        if num_hosts > 1:
+            try:
+                self._listener = socket.create_server(("", port), backlog=num_hosts)
+            except OSError as error:
+                raise ValueError(
+                    f"--port={port}: cannot listen on it ({error.strerror}); give a free one."
+                ) from error
+            self._listener.settimeout(_POLL_S)
 
     def assemble(self, received: list[int]) -> list[Task]:
         """Wait for every member, and tell each its tasks.
@@ -141,27 +143,11 @@ class Head:
             The head's own tasks; none where the run ends before it starts.
         """
         self._received = received
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         hosts: dict[int, Host] = {}
-        with self._listener:
-            waiting: list[_Peer] = []
-            while len(hosts) < self._num_hosts - 1 and not received:
-                missing = [i for i in range(1, self._num_hosts) if i not in hosts]
-                if time.monotonic() > deadline_s:
-                    self._fail(
-                        f"hosts {missing} of {self._num_hosts} did not join in "
-                        f"{JOIN_TIMEOUT_S:.0f} s; their own output tells why."
-                    )
-                    return []
-                with contextlib.suppress(TimeoutError):
-                    waiting.append(_Peer(self._listener.accept()[0]))
-                for peer in list(waiting):
-                    if message := peer.receive():
-                        waiting.remove(peer)
-                        self._admit(message, peer, hosts)
-                if self.must_end():
-                    return []
-        if received:
+        if self._num_hosts > 1:
+            with self._listener:
+                self._admit_all(hosts)
+        if received or self.failure:
             return []
         # The members' way to the head is the other hosts' way, too.
         address = self._peers[1].own_address if self._peers else "127.0.0.1"
@@ -226,13 +212,32 @@ class Head:
                     outcome[name] = end
         return outcome
 
+    def _admit_all(self, hosts: dict[int, Host]) -> None:
+        """Wait for every member, and fill in its host; stop on a signal or a failure."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        waiting: list[_Peer] = []
+        while len(hosts) < self._num_hosts - 1 and not self._received and not self.must_end():
+            if time.monotonic() > deadline_s:
+                missing = [i for i in range(1, self._num_hosts) if i not in hosts]
+                self._fail(
+                    f"hosts {missing} of {self._num_hosts} did not join in {JOIN_TIMEOUT_S:.0f} s; "
+                    "their own output tells why."
+                )
+                return
+            with contextlib.suppress(TimeoutError):
+                waiting.append(_Peer(self._listener.accept()[0]))
+            for peer in list(waiting):
+                if message := peer.receive():
+                    waiting.remove(peer)
+                    self._admit(message, peer, hosts)
+
     def _admit(self, message: dict[str, Any], peer: _Peer, hosts: dict[int, Host]) -> None:
-        index = message.get("index")
-        if message.get("run_dir") != self._run_dir or index in hosts:
+        index = int(message.get("index", 0))
+        is_ours = message.get("run_dir") == self._run_dir and index in range(1, self._num_hosts)
+        if not is_ours or index in hosts:
             peer.send({"stop": True})
             peer.close()
             return
-        assert isinstance(index, int)
         self._peers[index] = peer
         hosts[index] = Host(**message["host"])
 
@@ -280,7 +285,7 @@ def run_member(index: int, head: tuple[str, int], run_dir: str) -> int:
         time.sleep(_POLL_S)
     if experiment and experiment.poll() is None:
         experiment.terminate()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(subprocess.TimeoutExpired):
             experiment.wait(_STOP_TIMEOUT_S)
     kill_descendants()
     peer.close()

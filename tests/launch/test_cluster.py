@@ -257,7 +257,8 @@ def test_nemo_runs_own_command_line_takes_recipes(tmp_path):
         "def team() -> run.SlurmExecutor:\n"
         "    return run.SlurmExecutor(account='team', packager=run.Packager())\n"
     )
-    words = ["recipe=tiny_stapo", 'overrides=["cluster.num_gpus_per_node=1", "seed=3"]']
+    layout = '"parallel.tensor_model_parallel_size=1", "cluster.num_gpus_per_node=1"'
+    words = ["recipe=tiny_stapo", f"overrides=[{layout}]"]
     words += ["run.executor=team", "run.executor.time=01:00:00", "--yes", "--dryrun"]
     result = subprocess.run(
         [sys.executable, "-m", "megatron_stapo.launch.nemo_cli", *words],
@@ -268,7 +269,7 @@ def test_nemo_runs_own_command_line_takes_recipes(tmp_path):
         text=True,
     )
     directives = read_directives("\n".join(map(str.strip, result.stdout.splitlines())))
-    assert (directives["nodes"], directives["time"]) == ("3", "01:00:00")
+    assert (directives["nodes"], directives["time"]) == ("2", "01:00:00")
     assert directives["account"] == "team" and "stapo_save" in result.stdout
 
 
