@@ -251,7 +251,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         return submit(config, executor, node)
     files = write_dry_run(config, executor, node, folder)
     print(f"{len(table)} processes; wrote {', '.join(map(str, files))}")
-    return _write_plan(arguments.recipe, overrides, folder)
+    return _write_plan(arguments.recipe, overrides, config, folder)
 
 
 def _launch_here(
@@ -282,7 +282,7 @@ def _launch_here(
         (folder / "process_table.txt").write_text(format_process_table(table))
         print(f"{len(table)} processes; wrote {folder / 'process_table.txt'}")
         overrides = [w for w in arguments.overrides if not w.startswith("executor.")]
-        return _write_plan(arguments.recipe, overrides, folder)
+        return _write_plan(arguments.recipe, overrides, config, folder)
     if not hosts:
         return _train(arguments)
     check_inputs(config)
@@ -294,9 +294,9 @@ def _launch_here(
     return launch_on_hosts(hosts, folder, lambda index: [*command, "--index", str(index)])
 
 
-def _write_plan(recipe: str, overrides: Sequence[str], folder: Path) -> int:
-    """What `stapo plan` says of the run, beside what a dry run has written."""
-    if not importlib.util.find_spec("megatron_stapo.plan"):
+def _write_plan(recipe: str, overrides: Sequence[str], config: Config, folder: Path) -> int:
+    """What `stapo plan` says of a run on GPUs, beside what a dry run has written."""
+    if config.parallel.device != "cuda" or not importlib.util.find_spec("megatron_stapo.plan"):
         return 0
     with (folder / "plan.txt").open("w") as file, contextlib.redirect_stdout(file):
         return main(["plan", recipe, *overrides])
