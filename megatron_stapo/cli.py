@@ -268,7 +268,7 @@ def _launch_here(
         count_hosts,
         format_process_table,
     )
-    from megatron_stapo.launch.tasks import find_free_port
+    from megatron_stapo.launch.tasks import find_free_ports
 
     hosts = [parse_host(text) for text in arguments.host]
     table = build_process_table(config)
@@ -286,7 +286,7 @@ def _launch_here(
     if not hosts:
         return _train(arguments)
     check_inputs(config)
-    head = f"{hosts[0].address}:{arguments.port or find_free_port()}"
+    head = f"{hosts[0].address}:{arguments.port or find_free_ports(1)[0]}"
     command = [sys.executable, "-m", "megatron_stapo.cli", "host", "--head", head]
     command += ["--config", json.dumps(to_dict(config))]
     command += [f"--{name}" for name in ("fresh", "changed") if getattr(arguments, name)]

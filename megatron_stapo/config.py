@@ -14,6 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+LAG_TIS_MAX_WEIGHT = 2.0
+"""The importance correction of a run that samples ahead and names none. Without a correction its
+gradient would be that of another policy, in silence; 2 is the cap that truncated importance
+sampling between engine and trainer is published with."""
+
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
@@ -225,7 +230,14 @@ class RolloutConfig:
     start_timeout_s: float = 600.0
     """Longest wait for the engine to load the model and answer."""
     request_timeout_s: float = 1800.0
-    """Longest wait for one batch of rollouts, or for one weight update."""
+    """Longest wait for the responses to one prompt, or for one weight update."""
+    health_timeout_s: float = 60.0
+    """An engine that does not answer for so long counts as dead, and is killed."""
+    max_engine_restarts: int = 3
+    """A dead engine is started again so many times in a run; the next death ends the run."""
+    max_lag_steps: int = 0
+    """0: a step is sampled by the weights that it trains. 1: it is sampled while the step before
+    trains, by the weights that that one began with."""
 
     def __post_init__(self) -> None:
         _require(
@@ -252,10 +264,22 @@ class RolloutConfig:
             _require(
                 getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "must be >= 1."
             )
-        for name in ("temperature", "start_timeout_s", "request_timeout_s"):
+        for name in ("temperature", "start_timeout_s", "request_timeout_s", "health_timeout_s"):
             _require(
                 getattr(self, name) > 0, f"rollout.{name}", getattr(self, name), "must be > 0."
             )
+        _require(
+            self.max_engine_restarts >= 0,
+            "rollout.max_engine_restarts",
+            self.max_engine_restarts,
+            "must be >= 0.",
+        )
+        _require(
+            self.max_lag_steps in (0, 1),
+            "rollout.max_lag_steps",
+            self.max_lag_steps,
+            "must be 0 or 1: no more than one step is sampled ahead.",
+        )
         _require(
             self.kv_cache_bytes is None or self.kv_cache_bytes > 0,
             "rollout.kv_cache_bytes",
@@ -345,7 +369,8 @@ class AlgorithmConfig:
     others; None makes one."""
 
     tis_max_weight: float | None = None
-    """Weight each token's loss by min(p of the trainer / p of the engine, this); None does not."""
+    """Weight each token's loss by min(p of the trainer / p of the engine, this). None does not,
+    but with rollout.max_lag_steps, where it stands for LAG_TIS_MAX_WEIGHT."""
     sequence_mask_min: float | None = None
     """Leave out sequences whose mean ratio of trainer to engine, the geometric mean over the
     tokens, is below this; None keeps them."""
@@ -563,7 +588,8 @@ class CheckpointConfig:
     """Checkpoints of the highest evaluated accuracy that are kept beside them."""
     stop_timeout_s: float = 60.0
     """After SIGTERM or Ctrl-C: longest wait for the step to end and its checkpoint to be written.
-    Sampling is abandoned at once. Give less than the cluster leaves between warning and kill."""
+    Sampling is abandoned at once, with rollout.max_lag_steps after half of it: what is sampled
+    ahead cannot be sampled again. Give less than the cluster leaves between warning and kill."""
     dump_interval_steps: int | None = None
     """Dump every so many steps for `stapo replay`. An update that is left out is always dumped."""
 
@@ -610,6 +636,9 @@ class Config:
         _require(0 <= self.seed < 2**63, "seed", self.seed, "must be in [0, 2^63).")
         if not self.run_dir:
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
+        if self.rollout.max_lag_steps and self.algorithm.tis_max_weight is None:
+            corrected = dataclasses.replace(self.algorithm, tis_max_weight=LAG_TIS_MAX_WEIGHT)
+            object.__setattr__(self, "algorithm", corrected)
         _require(
             self.rollout.num_prompts_per_step % self.algorithm.num_prompts_per_minibatch == 0,
             "algorithm.num_prompts_per_minibatch",
@@ -900,6 +929,8 @@ _FREE_TO_CHANGE = (
     "rollout.kv_cache_bytes",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
+    "rollout.health_timeout_s",
+    "rollout.max_engine_restarts",
     "reward.num_workers",
     "optimizer.max_skipped_in_a_row",
     "evaluation",

@@ -1,12 +1,22 @@
-"""What rank 0 does beside training: it draws prompts, talks to the engine, judges, packs, logs."""
+"""What rank 0 does beside training: it draws prompts, talks to the engines, judges, packs, logs.
 
+Sampling and evaluating go on in a thread, since an engine that comes back while they do needs the
+weights of all ranks. With rollout.max_lag_steps a step's sampling begins once the rollouts of the
+step before are taken, so that it overlaps with their training.
+"""
+
+import concurrent.futures
 import math
 import shutil
+import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,11 +25,12 @@ from megatron_stapo.algo.overlong import compute_overlong_penalty
 from megatron_stapo.checkpoint.folder import DriverState
 from megatron_stapo.checkpoint.rollouts import (
     StepRollouts,
+    format_rollouts,
     load_rollouts,
     name_rollouts,
     save_rollouts,
 )
-from megatron_stapo.checkpoint.stop import StopRequested, check_stop
+from megatron_stapo.checkpoint.stop import STOP_FILE, StopRequested, check_stop
 from megatron_stapo.config import Config, from_dict, list_changes, to_dict
 from megatron_stapo.data.packing import pack
 from megatron_stapo.data.prompts import PromptStream, load_tokenizer, load_training_prompts
@@ -30,19 +41,36 @@ from megatron_stapo.rewards.judge import Judge, Judgement, Pending, compute_judg
 from megatron_stapo.rollout import Engine
 from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling, Update
 
+_POLL_S = 0.2
+"""Between two looks for engines that have come back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncRequest:
+    """Rank 0's wish that all ranks send their weights to engines."""
+
+    policy_version: int
+    """Number of completed steps of the weights."""
+    engine_indices: list[int]
+
 
 class Timer:
-    """Wall-clock seconds of a step, by phase."""
+    """Where the wall-clock time of a step goes."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        """By phase."""
+        self.spans: list[tuple[str, float, float]] = []
+        """Phase, begin and end, in seconds of the wall clock."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the block's time to the phase."""
-        start = time.perf_counter()
+        begin_s, start = time.time(), time.perf_counter()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self.spans.append((phase, begin_s, begin_s + seconds))
 
 
 class Driver:
@@ -73,6 +101,12 @@ class Driver:
         run_log.log_event("training_problems", value=report.format(), num_overlong=num_overlong)
         self._stream = PromptStream(prompts, config.seed)
         self._stream.position = stream_position
+        # Of the steps that were taken; the stream itself may be a step ahead.
+        self._stream_position = stream_position
+        self._rollouts: Future[tuple[StepRollouts, Timer]] | None = None
+        self._evaluation: Future[None] | None = None
+        self._rollouts_ahead: bytes | None = None
+        self._sampling_timer = Timer()
         self._benchmarks = load_benchmarks(config)
         self._judge = Judge(config.reward, self._run_dir)
         self._rollout_metrics: dict[str, float] = {}
@@ -87,35 +121,106 @@ class Driver:
             if int(folder.name.removeprefix("step_")) > num_steps_done:
                 shutil.rmtree(folder)
 
-    def collect(self, step: int, timer: Timer) -> list[list[Minibatch]] | None:
-        """Evaluate if it is due, then draw and sample a step.
+    def collect(self, step: int, timer: Timer) -> SyncRequest | list[list[Minibatch]] | None:
+        """Evaluate if it is due, then take the step's rollouts, which are sampled unless they were
+        ahead.
 
         Args:
             step: counted from 1.
 
         Returns:
-            Its mini-batches for every data-parallel rank; None where the run has to end.
+            Its mini-batches for every data-parallel rank; None where the run has to end. Or a wish,
+            after which it is called again.
         """
-        position = self._stream.position
+        config = self._config
         try:
-            check_stop(self._run_dir)
-            self.evaluate(step - 1)
-            rollouts = self._load_rollouts(step) or self._sample_step(step, timer)
+            if not self._is_busy():
+                check_stop(self._run_dir)
+            if request := self.evaluate(step - 1):
+                return request
+            if self._rollouts is None:
+                self._rollouts = run_in_thread(lambda: self._sample_step(step))
+            # Without a lag this thread's waiting is the other one's work, which that one measures.
+            with timer("rollout") if config.rollout.max_lag_steps else nullcontext():
+                if request := self._wait(self._rollouts, step - 1):
+                    return request
+            work, self._rollouts, self._rollouts_ahead = self._rollouts, None, None
+            rollouts, self._sampling_timer = work.result()
+            self._rollout_metrics = rollouts.metrics | self._measure_lag(rollouts.groups, step - 1)
         except Exception as error:
             # Not raised here: the other ranks wait for this one, and what they hold is saved first.
-            # The step that is given up has drawn nothing.
             self._failure = error
-            self._stream.position = position
             return None
-        self._stream.position = rollouts.stream_position
-        self._rollout_metrics = rollouts.metrics
+        self._stream_position = rollouts.stream_position
+        if not config.rollout.max_lag_steps:
+            timer.seconds |= self._sampling_timer.seconds
+        elif step < config.num_steps:
+            self._rollouts = run_in_thread(lambda: self._sample_step(step + 1))
         return pack(
             rollouts.groups,
-            self._config.algorithm.num_prompts_per_minibatch,
-            self._config.max_pack_tokens,
-            self._config.parallel,
-            self._config.algorithm.filter_truncated,
+            config.algorithm.num_prompts_per_minibatch,
+            config.max_pack_tokens,
+            config.parallel,
+            config.algorithm.filter_truncated,
         )
+
+    def request_sync(self, num_steps_done: int, timer: Timer) -> SyncRequest | None:
+        """Ask for the weights' way to the engines that have others, after a step.
+
+        What is sampled ahead comes to its end first: a step's responses have one policy version.
+
+        Returns:
+            A wish, after which it is called again; None once engines have the weights, or where
+            none comes back, of which `collect` tells.
+        """
+        if self._rollouts is not None:
+            with timer("rollout"):
+                if request := self._wait(self._rollouts, num_steps_done):
+                    return request
+        deadline_s = time.monotonic() + self._config.rollout.start_timeout_s
+        engine = self._engine
+        with timer("sync"):
+            while not (stale := engine.list_stale(num_steps_done)):
+                is_served = engine.is_serving and engine.policy_version == num_steps_done
+                if is_served or time.monotonic() > deadline_s:
+                    return None
+                if (self._run_dir / STOP_FILE).exists():
+                    return None
+                time.sleep(_POLL_S)
+        return SyncRequest(policy_version=num_steps_done, engine_indices=stale)
+
+    def _is_busy(self) -> bool:
+        return any(work and not work.done() for work in (self._rollouts, self._evaluation))
+
+    def _wait(self, work: "Future[Any]", num_steps_done: int) -> SyncRequest | None:
+        """Wait until the work is done; before, ask for the weights of an engine that is back.
+
+        The trainer may have other weights than those that the work samples from. Then they are sent
+        only where no engine is left that has those.
+        """
+        engine = self._engine
+        while not work.done():
+            others_serve = engine.is_serving and engine.policy_version != num_steps_done
+            if not others_serve and (stale := engine.list_stale(num_steps_done)):
+                return SyncRequest(policy_version=num_steps_done, engine_indices=stale)
+            concurrent.futures.wait([work], timeout=_POLL_S)
+        return None
+
+    def _measure_lag(self, groups: Sequence[RolloutGroup], num_steps_done: int) -> dict[str, float]:
+        """Steps from the weights that sampled a response to those that train on it: the mean over
+        the responses, where there may be any.
+
+        Raises:
+            RuntimeError: a response is older than rollout.max_lag_steps allows.
+        """
+        lags = [num_steps_done - r.policy_version for group in groups for r in group.rollouts]
+        limit = self._config.rollout.max_lag_steps
+        if max(lags) > limit:
+            raise RuntimeError(
+                f"rollout.max_lag_steps={limit}: a response for step {num_steps_done + 1} was "
+                f"sampled by the weights after {num_steps_done - max(lags)} steps."
+            )
+        return {"lag_mean": sum(lags) / len(lags)} if limit else {}
 
     def _load_rollouts(self, step: int) -> StepRollouts | None:
         """The step's rollouts of an attempt that ended before a checkpoint contained them."""
@@ -132,7 +237,19 @@ class Driver:
         self._run_log.log_event("rollouts_taken_up", for_step=step)
         return rollouts
 
-    def _sample_step(self, step: int, timer: Timer) -> StepRollouts:
+    def _sample_step(self, step: int) -> tuple[StepRollouts, Timer]:
+        """The step's rollouts, of the disk or sampled now, and the time that it took."""
+        timer = Timer()
+        position = self._stream.position
+        try:
+            rollouts = self._load_rollouts(step) or self._sample_anew(step, timer)
+        except BaseException:
+            self._stream.position = position  # a step that is given up has drawn nothing
+            raise
+        self._stream.position = rollouts.stream_position
+        return rollouts, timer
+
+    def _sample_anew(self, step: int, timer: Timer) -> StepRollouts:
         """Draw prompts, sample and judge until the step is full; keep the result on disk."""
         config = self._config
         num_prompts = config.rollout.num_prompts_per_step
@@ -173,16 +290,32 @@ class Driver:
                 self._run_log.log_event("rollouts_not_kept", value=error.strerror)
         return rollouts
 
-    def evaluate(self, num_steps_done: int) -> None:
-        """Evaluate before the first step, after the last, and every interval_steps between."""
-        config, interval = self._config, self._config.evaluation.interval_steps
-        if num_steps_done in self._accuracies:
-            return
-        is_due = num_steps_done in (0, config.num_steps) or (
+    def evaluate(self, num_steps_done: int) -> SyncRequest | None:
+        """Evaluate before the first step, after the last, and every interval_steps between.
+
+        Returns:
+            A wish, after which it is called again; None once it is done, or not due.
+        """
+        if self._evaluation is None:
+            if not self._is_evaluation_due(num_steps_done):
+                return None
+            self._evaluation = run_in_thread(lambda: self._evaluate(num_steps_done))
+        if request := self._wait(self._evaluation, num_steps_done):
+            return request
+        evaluation, self._evaluation = self._evaluation, None
+        evaluation.result()
+        return None
+
+    def _is_evaluation_due(self, num_steps_done: int) -> bool:
+        interval = self._config.evaluation.interval_steps
+        if num_steps_done in self._accuracies or not self._benchmarks:
+            return False
+        return num_steps_done in (0, self._config.num_steps) or (
             interval is not None and num_steps_done % interval == 0
         )
-        if not (is_due and self._benchmarks):
-            return
+
+    def _evaluate(self, num_steps_done: int) -> None:
+        config = self._config
         self._run_log.log_event("evaluating", after_steps=num_steps_done)
         start = time.perf_counter()
         folder = self._run_dir / "evaluations" / f"step_{num_steps_done:06d}"
@@ -205,20 +338,26 @@ class Driver:
             seconds=time.perf_counter() - start,
         )
 
-    def finish(self) -> None:
-        """Evaluate after the last step."""
+    def finish(self) -> SyncRequest | None:
+        """Evaluate after the last step. Returns: as `evaluate`."""
         try:
-            check_stop(self._run_dir)
-            self.evaluate(self._config.num_steps)
+            if not self._is_busy():
+                check_stop(self._run_dir)
+            return self.evaluate(self._config.num_steps)
         except Exception as error:
             self._failure = error
+            return None
 
     def read_state(self) -> DriverState:
         """What a checkpoint holds of rank 0."""
+        work = self._rollouts
+        if work and work.done() and not work.exception() and self._rollouts_ahead is None:
+            self._rollouts_ahead = format_rollouts(work.result()[0])
         return DriverState(
-            stream_position=self._stream.position,
+            stream_position=self._stream_position,
             metrics=self._run_log.read_bytes(),
             accuracies=dict(self._accuracies),
+            rollouts_ahead=self._rollouts_ahead,
         )
 
     def describe_failure(self) -> str | None:
@@ -256,6 +395,7 @@ class Driver:
                 "tokens_per_s": tokens_per_s,
             },
             timer.seconds,
+            {"engines": self._sampling_timer.spans, "trainer": timer.spans},
         )
 
     def _sample_and_judge(
@@ -308,6 +448,20 @@ class Driver:
             )
             for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
                 rollout.advantage = advantage
+
+
+def run_in_thread[T](work: Callable[[], T]) -> "Future[T]":
+    """Start the work in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="sampling").start()
+    return future
 
 
 def compute_rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

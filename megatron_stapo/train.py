@@ -1,13 +1,15 @@
 """Entry point of every trainer rank, and the training loop.
 
 torchrun starts one process per rank: `python -m megatron_stapo.train --run-dir DIR [--engine-url
-URL]`. Rank 0 drives, see `driver`.
+URL ...]`. Rank 0 drives, see `driver`.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from megatron_stapo import config as config_module
 from megatron_stapo.checkpoint.dump import StepDump, name_dump
 from megatron_stapo.checkpoint.folder import METRICS_FILE
 from megatron_stapo.checkpoint.resume import choose_checkpoint, load_checkpoint
+from megatron_stapo.checkpoint.rollouts import restore_ahead
 from megatron_stapo.checkpoint.save import Checkpointer
-from megatron_stapo.checkpoint.stop import check_stop, withdraw_stop
+from megatron_stapo.checkpoint.stop import StopCheck, withdraw_stop
 from megatron_stapo.config import Config
 from megatron_stapo.data.prompts import load_stop_token_ids
-from megatron_stapo.driver import Driver, Timer
+from megatron_stapo.driver import Driver, SyncRequest, Timer
 from megatron_stapo.observability import RunLog
 from megatron_stapo.parallel.context_parallel import slice_microbatch
 from megatron_stapo.parallel.groups import (
@@ -57,11 +60,13 @@ def train(
             step is written.
     """
     trainer = Trainer(config, groups)
-    weight_sync = WeightSync(trainer.weights, engine, groups)
+    weight_sync = WeightSync(trainer.weights, engine, groups, config.rollout.num_engines)
     state = load_checkpoint(checkpoint, trainer) if checkpoint else None
     step = state.num_steps_done if state else 0
     driver = None
     if engine and run_log:
+        if checkpoint:
+            restore_ahead(Path(config.run_dir), checkpoint, step)
         driver = Driver(config, engine, run_log, step, state.stream_position if state else 0)
     checkpointer = Checkpointer(
         config,
@@ -71,12 +76,29 @@ def train(
         run_log.log_event if run_log else None,
     )
     dump = StepDump(config, groups)
-    failure = weight_sync.execute(policy_version=step) if step else None
+
+    def follow(ask: Callable[[Driver], Any], timer: Timer) -> tuple[Any, str | None]:
+        """Ask rank 0; where it wants weights sent, send them and ask again. Returns its answer, and
+        why an engine has refused the weights."""
+        while True:
+            answer = scatter_minibatches(ask(driver) if driver else None, groups)
+            if not isinstance(answer, SyncRequest):
+                return answer, None
+            with timer("sync"):
+                failure = weight_sync.execute(answer.policy_version, answer.engine_indices)
+            if failure:
+                return None, failure
+
+    def sync(step: int, timer: Timer) -> str | None:
+        return follow(lambda driver: driver.request_sync(step, timer), timer)[1]
+
+    failure = sync(step, Timer())
     while step < config.num_steps and not failure:
         step += 1
         timer = Timer()
-        collected = driver.collect(step, timer) if driver else None
-        minibatches = scatter_minibatches(collected, groups)
+        minibatches, failure = follow(
+            functools.partial(Driver.collect, step=step, timer=timer), timer
+        )
         if minibatches is None:  # rank 0 has to end the run
             step -= 1
             break
@@ -94,14 +116,13 @@ def train(
             if trainer.num_skipped_in_a_row == config.optimizer.max_skipped_in_a_row:
                 checkpointer.finish()
                 raise RuntimeError(_explain_skips(config, step, len(updates)))
-        with timer("sync"):
-            failure = weight_sync.execute(policy_version=step)
+        failure = sync(step, timer)
         metrics = trainer.pop_metrics()
         if driver:
             driver.log_step(step, metrics, updates, timer)
         checkpointer.after_step(step)
-    if driver and step == config.num_steps and not failure:
-        driver.finish()
+    if step == config.num_steps and not failure:
+        _, failure = follow(Driver.finish, Timer())
     unsaved = checkpointer.finish(step)
     if driver:
         driver.close()
@@ -122,23 +143,23 @@ def _explain_skips(config: Config, step: int, number: int) -> str:
 
 
 def scatter_minibatches(
-    per_dp_rank: list[list[Minibatch]] | None, groups: Groups
-) -> list[Minibatch] | None:
-    """Hand every rank the mini-batches of its data-parallel rank.
+    per_dp_rank: list[list[Minibatch]] | SyncRequest | None, groups: Groups
+) -> list[Minibatch] | SyncRequest | None:
+    """Hand every rank the mini-batches of its data-parallel rank, or what rank 0 wants instead.
 
     Args:
         per_dp_rank: rank 0's, indexed by data-parallel rank; None on other ranks. A
             context-parallel rank gets its part of every sequence.
 
     Returns:
-        None on every rank where rank 0 gives None.
+        What rank 0 gives, on every rank, where that is no list.
 
     Communicates: a scatter from rank 0 to all ranks, each getting its own part alone.
     """
     parts: list[Any] | None = None
-    if groups.rank == 0 and per_dp_rank is None:
-        parts = [None] * groups.world_size
-    if per_dp_rank is not None:
+    if groups.rank == 0 and not isinstance(per_dp_rank, list):
+        parts = [per_dp_rank] * groups.world_size
+    if isinstance(per_dp_rank, list):
         parts = [
             [
                 dataclasses.replace(
@@ -153,7 +174,7 @@ def scatter_minibatches(
         ]
     received: list[Any] = [None]
     dist.scatter_object_list(received, parts, src=0)
-    for minibatch in received[0] or ():
+    for minibatch in received[0] if isinstance(received[0], list) else ():
         for microbatch in minibatch.microbatches:
             microbatch.move_to(groups.device)
     return received[0]
@@ -163,16 +184,16 @@ def main() -> None:
     """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--engine-url")
+    parser.add_argument("--engine-url", action="append", default=[], dest="engine_urls")
     arguments = parser.parse_args()
     config = config_module.from_dict(json.loads((arguments.run_dir / "config.json").read_text()))
     groups = init_distributed(config.parallel, config.seed)
     with watch(groups, config.parallel.timeout_s):
-        _run(config, groups, arguments.run_dir, arguments.engine_url)
+        _run(config, groups, arguments.run_dir, arguments.engine_urls)
     destroy_distributed()
 
 
-def _run(config: Config, groups: Groups, run_dir: Path, engine_url: str | None) -> None:
+def _run(config: Config, groups: Groups, run_dir: Path, engine_urls: list[str]) -> None:
     engine = run_log = None
     checkpoint, faults = choose_checkpoint(run_dir, groups)
     if groups.rank == 0:
@@ -185,9 +206,13 @@ def _run(config: Config, groups: Groups, run_dir: Path, engine_url: str | None) 
         run_log.log_event("waiting_for_engine")
         engine = build_engine(
             config,
-            engine_url,
+            engine_urls,
             load_stop_token_ids(config.model.path),
-            on_wait=lambda: check_stop(run_dir),
+            # What is sampled ahead cannot be sampled again once the step has trained.
+            StopCheck(
+                run_dir, config.checkpoint.stop_timeout_s / 2 if config.rollout.max_lag_steps else 0
+            ),
+            run_log.log_event,
         )
         run_log.log_event("engine_ready")
     train(config, groups, engine, run_log, checkpoint)

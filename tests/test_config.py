@@ -25,11 +25,29 @@ def test_a_config_survives_json(tmp_path):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
+def test_what_is_sampled_ahead_is_corrected_unless_another_bound_is_named(tmp_path):
+    def find_weight(**changes):
+        return build_config(tmp_path, **changes).algorithm.tis_max_weight
+
+    assert find_weight() is None
+    assert find_weight(rollout__max_lag_steps=1) == 2.0
+    assert find_weight(rollout__max_lag_steps=1, algorithm__tis_max_weight=5.0) == 5.0
+    config = build_config(tmp_path, rollout__max_lag_steps=1)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert [change.split(":")[0] for change in list_changes(build_config(tmp_path), config)] == [
+        "rollout.max_lag_steps",
+        "algorithm.tis_max_weight",
+    ]
+
+
 @pytest.mark.parametrize(
     ("group", "field", "value", "message"),
     [
         ("rollout", "group_size", 1, r"rollout.group_size=1: .* at least 2 responses"),
         ("rollout", "engine", "sglang", r"rollout.engine=sglang: must be vllm or transformers"),
+        ("rollout", "max_lag_steps", 2, r"rollout.max_lag_steps=2: must be 0 or 1"),
+        ("rollout", "max_engine_restarts", -1, r"rollout.max_engine_restarts=-1: must be >= 0"),
+        ("rollout", "health_timeout_s", 0.0, r"rollout.health_timeout_s=0.0: must be > 0"),
         ("model", "dtype", "float16", r"model.dtype=float16"),
         ("evaluation", "top_p", 0.0, r"evaluation.top_p=0.0: must be in \(0, 1\]"),
         ("evaluation", "num_samples", 0, r"evaluation.num_samples=0: must be >= 1, or None"),

@@ -2,10 +2,15 @@
 
 import dataclasses
 import json
+import shutil
+import threading
+import time
 
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_stapo.checkpoint.folder import AHEAD_FILE
+from megatron_stapo.checkpoint.rollouts import restore_ahead
 from megatron_stapo.config import RewardConfig
 from megatron_stapo.driver import Driver, Timer
 from megatron_stapo.observability import RunLog
@@ -21,11 +26,19 @@ class ScriptedEngine:
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self.drawn = []
+        self.policy_version = 0
+        self.is_serving = True
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def list_stale(self, policy_version):
+        return [] if policy_version == self.policy_version else [0]
 
     def generate(self, prompts, num_samples, sampling, on_group=None):
         assert sampling.max_response_tokens == MAX_TOKENS and sampling.top_p == 1.0
         groups = []
         for prompt in prompts:
+            assert self.gate.wait(timeout=20)
             self.drawn.append(prompt.prompt_id)
             rollouts = []
             for number in range(num_samples):
@@ -38,7 +51,7 @@ class ScriptedEngine:
                         token_ids=token_ids,
                         rollout_logprobs=[-0.5] * len(token_ids),
                         finish_reason="stop",
-                        policy_version=0,
+                        policy_version=self.policy_version,
                     )
                 )
             groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
@@ -58,7 +71,7 @@ def build_driver(tmp_path, tokenizer_folder):
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     open_things = []
 
-    def build(num_prompts, **changes):
+    def build(num_prompts, num_steps_done=0, stream_position=0, **changes):
         config = build_config(
             tokenizer_folder,
             data__source=str(source),
@@ -70,17 +83,28 @@ def build_driver(tmp_path, tokenizer_folder):
             **changes,
         )
         config = dataclasses.replace(
-            config, run_dir=str(tmp_path), reward=RewardConfig(num_workers=1, wrong_reward=0.0)
+            config,
+            num_steps=4,
+            run_dir=str(tmp_path),
+            reward=RewardConfig(num_workers=1, wrong_reward=0.0),
         )
         run_log = RunLog(tmp_path)
         engine = ScriptedEngine(AutoTokenizer.from_pretrained(tokenizer_folder))
-        driver = Driver(config, engine, run_log)
+        driver = Driver(config, engine, run_log, num_steps_done, stream_position)
         open_things.extend([driver, run_log])
         return driver, engine
 
     yield build
     for thing in open_things:
         thing.close()
+
+
+def collect(driver, step):
+    """As the loop does: the engine gets the weights that it is said to lack."""
+    while request := driver.request_sync(step - 1, Timer()):
+        assert request.engine_indices == [0]
+        driver._engine.policy_version = request.policy_version
+    return driver.collect(step, Timer())
 
 
 def list_advantages(minibatches):
@@ -101,7 +125,7 @@ def test_a_length_penalty_changes_advantages_and_no_filter(build_driver):
         algorithm__overlong_buffer_tokens=20,
         algorithm__max_sampling_rounds=4,
     )
-    advantages = list_advantages(driver.collect(1, Timer()))
+    advantages = list_advantages(collect(driver, 1))
     # Only even problems inform, whatever the penalty makes of the odd ones' rewards.
     # All four are needed, and no problem is drawn twice.
     assert sorted(engine.drawn) == list(range(8))
@@ -118,7 +142,7 @@ def test_every_response_gets_its_own_verdict_and_the_odd_ones_are_counted(build_
     driver, engine = build_driver(2)
     seen = []
     for step in range(1, 5):
-        advantages = list_advantages(driver.collect(step, Timer()))
+        advantages = list_advantages(collect(driver, step))
         for place, problem in enumerate(engine.drawn[-2:]):
             group = advantages[4 * place : 4 * place + 4]
             if problem % 2:
@@ -133,34 +157,94 @@ def test_every_response_gets_its_own_verdict_and_the_odd_ones_are_counted(build_
 
 def test_a_step_that_is_given_up_has_drawn_nothing(build_driver):
     driver, engine = build_driver(2)
-    driver.collect(1, Timer())
+    collect(driver, 1)
     before = driver.read_state().stream_position
     sample, engine.generate = engine.generate, lambda *args: 1 / 0
-    assert driver.collect(2, Timer()) is None
+    assert collect(driver, 2) is None
     assert driver.describe_failure() == "division by zero"
     assert driver.read_state().stream_position == before == 2
     engine.generate = sample
     expected = list(engine.drawn)
-    assert driver.collect(2, Timer()) is not None
+    assert collect(driver, 2) is not None
     assert len(set(engine.drawn) - set(expected)) == 2
 
 
 def test_kept_rollouts_take_the_place_of_sampling(build_driver, tmp_path):
     driver, _ = build_driver(2)
-    first = list_advantages(driver.collect(1, Timer()))
+    first = list_advantages(collect(driver, 1))
     metrics = dict(driver._rollout_metrics)
     again, other_engine = build_driver(2)
-    assert list_advantages(again.collect(1, Timer())) == first
+    assert list_advantages(collect(again, 1)) == first
     assert other_engine.drawn == [] and again._rollout_metrics == metrics
     assert again.read_state().stream_position == driver.read_state().stream_position
     # Of another experiment they are not its own; a damaged file is none.
     other, other_engine = build_driver(2, rollout__temperature=0.5)
-    other.collect(1, Timer())
+    collect(other, 1)
     assert len(other_engine.drawn) == 2
     [file] = (tmp_path / "rollouts").iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     last, last_engine = build_driver(2, rollout__temperature=0.5)
-    last.collect(1, Timer())
+    collect(last, 1)
     assert len(last_engine.drawn) == 2
+
+
+def test_a_step_is_sampled_ahead_by_the_weights_before_and_a_checkpoint_holds_it(
+    build_driver, tmp_path
+):
+    driver, engine = build_driver(2, rollout__max_lag_steps=1)
+    collect(driver, 1)
+    assert driver._rollout_metrics["lag_mean"] == 0
+    # The second step is sampled without being asked for, and before weights are.
+    assert driver.request_sync(1, Timer()) is not None
+    assert len(engine.drawn) == 4 and engine.policy_version == 0
+    state = driver.read_state()
+    assert state.stream_position == 2  # of the first step: the second may be lost
+    straight = list_advantages(collect(driver, 2))
+    assert driver._rollout_metrics["lag_mean"] == 1
+    driver.request_sync(2, Timer())
+    # A run that goes on from there takes them up, although nothing else is kept.
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / AHEAD_FILE).write_bytes(state.rollouts_ahead)
+    shutil.rmtree(tmp_path / "rollouts")
+    restore_ahead(tmp_path, checkpoint, 1)
+    resumed, other_engine = build_driver(2, 1, 2, rollout__max_lag_steps=1)
+    assert list_advantages(collect(resumed, 2)) == straight
+    assert resumed._rollout_metrics["lag_mean"] == 1
+    resumed.request_sync(2, Timer())
+    assert other_engine.drawn == engine.drawn[4:6]  # the third step's, ahead
+    assert resumed.read_state().stream_position == driver.read_state().stream_position == 4
+
+
+def test_a_sync_waits_for_what_is_sampled_ahead_unless_no_engine_is_left(build_driver):
+    driver, engine = build_driver(2, rollout__max_lag_steps=1)
+    collect(driver, 1)
+    assert driver.request_sync(1, Timer()) is not None  # step 2 is there
+    engine.gate.clear()
+    assert collect(driver, 2) is not None
+    # Step 3 hangs half-way, while step 2 has trained; its engine still serves.
+    asked = []
+    thread = threading.Thread(target=lambda: asked.append(driver.request_sync(2, Timer())))
+    thread.start()
+    time.sleep(0.5)
+    assert asked == []
+    engine.is_serving = False
+    thread.join(timeout=20)
+    [request] = asked
+    assert (request.policy_version, request.engine_indices) == (2, [0])
+    engine.policy_version, engine.is_serving = 2, True
+    engine.gate.set()
+    assert driver.request_sync(2, Timer()) is None
+    collect(driver, 3)
+    assert driver._rollout_metrics["lag_mean"] == 0  # sampled by the newer weights
+
+
+def test_responses_older_than_the_lag_allows_end_the_run(build_driver):
+    driver, engine = build_driver(2)
+    engine.list_stale = lambda policy_version: []
+    assert driver.collect(2, Timer()) is None
+    assert "rollout.max_lag_steps=0: a response for step 2 was sampled by the weights after 0" in (
+        driver.describe_failure()
+    )

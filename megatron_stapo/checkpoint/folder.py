@@ -24,6 +24,8 @@ STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 """The run's record up to the step: thresholds, losses, accuracies."""
+AHEAD_FILE = "rollouts_ahead.safetensors"
+"""Rollouts of the next step that were sampled before the checkpoint; see rollout.max_lag_steps."""
 HF_FOLDER = "hf"
 """The model's config.json, tokenizer and generation config, for an export."""
 
@@ -46,7 +48,7 @@ class TrainerState:
     optimizer_step: int
     """Adam's count, for its bias correction."""
     stream_position: int
-    """Prompts drawn or passed over so far."""
+    """Prompts drawn or passed over so far, by the steps done."""
     dtype: str | None
     """Of the model's weights: what an export is cast to. None in an import, which stores each
     weight in its own."""
@@ -65,6 +67,8 @@ class DriverState:
     """The run's metrics.jsonl."""
     accuracies: dict[int, float]
     """Steps done -> mean accuracy, of every evaluation so far."""
+    rollouts_ahead: bytes | None = None
+    """Of the next step, as `checkpoint.rollouts` writes them; None where they are not sampled."""
 
 
 def name_checkpoint(run_dir: Path, num_steps_done: int) -> Path:

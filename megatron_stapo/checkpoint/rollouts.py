@@ -1,7 +1,8 @@
 """A step's rollouts on disk, from the moment they are judged until a checkpoint contains the step.
 
 Sampling is most of a step's time. A run that goes on from an earlier checkpoint takes the rollouts
-of the steps after it from here, and repeats only their updates.
+of the steps after it from here, and repeats only their updates. A checkpoint holds those of the
+next step as well where they were sampled ahead: the weights that sampled them are gone.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from megatron_stapo.checkpoint.folder import replace_durably
+from megatron_stapo.checkpoint.folder import AHEAD_FILE, replace_durably
 from megatron_stapo.types import Prompt, Rollout, RolloutGroup
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -46,6 +47,11 @@ def save_rollouts(path: Path, rollouts: StepRollouts) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(exist_ok=True)
+    replace_durably(path, format_rollouts(rollouts))
+
+
+def format_rollouts(rollouts: StepRollouts) -> bytes:
+    """What the file of a step's rollouts holds."""
     sequences = [rollout for group in rollouts.groups for rollout in group.rollouts]
     tensors = {
         "prompt_tokens": _join([group.prompt.token_ids for group in rollouts.groups]),
@@ -73,7 +79,7 @@ def save_rollouts(path: Path, rollouts: StepRollouts) -> None:
     }
     text = json.dumps(record)
     metadata = {"record": text, "sha256": _digest(tensors, text)}
-    replace_durably(path, save(tensors, metadata))
+    return save(tensors, metadata)
 
 
 def load_rollouts(path: Path) -> StepRollouts:
@@ -113,6 +119,19 @@ def load_rollouts(path: Path) -> StepRollouts:
         stream_position=record["stream_position"],
         config=record["config"],
     )
+
+
+def restore_ahead(run_dir: Path, checkpoint: Path, num_steps_done: int) -> None:
+    """Put the rollouts that the checkpoint holds of the next step, if any, where it looks for them.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    ahead = checkpoint / AHEAD_FILE
+    if ahead.exists():
+        path = name_rollouts(run_dir, num_steps_done + 1)
+        path.parent.mkdir(exist_ok=True)
+        replace_durably(path, ahead.read_bytes())
 
 
 def remove_rollouts(run_dir: Path, num_steps_done: int) -> None:

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_stapo.checkpoint.folder import (
+    AHEAD_FILE,
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     HF_FOLDER,
@@ -238,7 +239,9 @@ class Checkpointer:
         )
         # So that an export needs nothing else.
         companions = list_companions(Path(self._config.model.path))
+        ahead = {} if driver.rollouts_ahead is None else {AHEAD_FILE: driver.rollouts_ahead}
         return {
+            **ahead,
             STATE_FILE: format_state(state),
             CONFIG_FILE: (json.dumps(to_dict(self._config), indent=2) + "\n").encode(),
             METRICS_FILE: driver.metrics,

@@ -1,5 +1,5 @@
 """Entry point of the process that evaluates a model: `python -m megatron_stapo.evaluation.run
---run-dir DIR [--engine-url URL]`. The launcher starts it beside the engine.
+--run-dir DIR [--engine-url URL ...]`. The launcher starts it beside the engines.
 
 The run folder lies in the evaluation's folder, which holds the samples and the results.
 """
@@ -23,7 +23,7 @@ def main() -> None:
     """Evaluate the model of the run folder's config."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--engine-url")
+    parser.add_argument("--engine-url", action="append", default=[], dest="engine_urls")
     arguments = parser.parse_args()
     config = config_module.from_dict(json.loads((arguments.run_dir / "config.json").read_text()))
     folder = arguments.run_dir.parent
@@ -31,7 +31,12 @@ def main() -> None:
     benchmarks = load_benchmarks(config)
     judge = Judge(config.reward, folder)
     run_log.log_event("waiting_for_engine")
-    engine = build_engine(config, arguments.engine_url, load_stop_token_ids(config.model.path))
+    engine = build_engine(
+        config,
+        arguments.engine_urls,
+        load_stop_token_ids(config.model.path),
+        log_event=run_log.log_event,
+    )
     run_log.log_event("engine_ready")
     last_s = 0.0
 

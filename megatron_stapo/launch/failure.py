@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stapo.launch.tasks import LOGS_FOLDER
+from megatron_stapo.rollout.engine_host import START_MARK
 
 _NUM_TAIL_LINES = 12
 
@@ -43,22 +44,26 @@ def describe_failure(
     logs = run_dir / LOGS_FOLDER
     if not outcome:
         what, log = f"NeMo-Run {_describe_exit(experiment_exit_code)}", logs / "nemo_run.log"
-    elif engine := next((name for name in outcome if name.startswith("engine")), None):
+    elif engines := [name for name in outcome if name.startswith("engine")]:
         # Also when the trainer ended in the same moment: it cannot end the engine, only miss it.
-        exit_code = outcome[engine]["exit_code"]
-        number = engine.removeprefix("engine").removeprefix("_")
-        which = f"rollout engine {number}" if number else "the rollout engine"
-        what, log = f"{which} {_describe_exit(exit_code)}", logs / f"{engine}.log"
+        name = engines[0]
+        exit_code = outcome[name]["exit_code"]
+        what = f"the rollout {name.replace('_', ' ')} {_describe_exit(exit_code)}"
+        log = logs / f"{name}.log"
     elif "evaluation" in outcome:
         exit_code = outcome["evaluation"]["exit_code"]
         what, log = f"the evaluation {_describe_exit(exit_code)}", logs / "evaluation.log"
     else:
         what, log = _describe_trainer(outcome["trainer"]["exit_code"], logs)
     lines = _read_lines(log)
+    is_engine = log.name.startswith("engine")
+    if is_engine:
+        starts = [i for i, line in enumerate(lines) if line.startswith(START_MARK)]
+        lines = lines[starts[-1] if starts else 0 :]
     errors = _find_errors(lines)
     # The engine's processes share a log, and the cause comes first, then who missed the process. A
     # rank has its own, and raises last what it wants read.
-    error = errors[0 if log.name.startswith("engine") else -1] if errors else ""
+    error = errors[0 if is_engine else -1] if errors else ""
     reason = f"{what}: {error}" if error else f"{what}."
     tail = [f"  {line[:200]}" for line in lines[-_NUM_TAIL_LINES:]] or ["  (the log is empty)"]
     return reason, "\n".join([f"last lines of {log}:", *tail])

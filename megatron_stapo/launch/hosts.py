@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 
 from megatron_stapo.launch.experiment import SUCCEEDED, Outcome, read_outcome, start_experiment
-from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
 from megatron_stapo.launch.tasks import LOGS_FOLDER, Host, Task, find_free_ports
+from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 JOIN_TIMEOUT_S = 900.0
 """Longest wait for every host to be up: images are pulled and caches filled first."""
@@ -37,8 +37,8 @@ _BEAT_S = 1.0
 _POLL_S = 0.2
 # What other hosts have to tell why they ended, too, once one has: the cause may be among them.
 _GRACE_S = 3.0
-# A member has ten seconds for each of its tasks between SIGTERM and SIGKILL.
-_STOP_TIMEOUT_S = 60.0
+# NeMo-Run gives each of a host's tasks ten seconds between SIGTERM and SIGKILL, one by one.
+_STOP_TIMEOUT_S = 120.0
 _MAX_LINE_BYTES = 1 << 20
 # Of a host: one for each engine that it may hold, and one for the trainer's world.
 _NUM_PORTS = 32
@@ -307,7 +307,7 @@ def _describe_host(address: str) -> Host:
     return Host(
         address=address,
         interface=find_interface(address),
-        ports=find_free_ports(address, _NUM_PORTS),
+        ports=find_free_ports(_NUM_PORTS, address),
     )
 
 

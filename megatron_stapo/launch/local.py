@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from megatron_stapo.launch.experiment import SUCCEEDED, Outcome, name_outcome, suffix
-from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
 from megatron_stapo.launch.tasks import LOGS_FOLDER, Task, build_script
+from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 _POLL_S = 0.25
 

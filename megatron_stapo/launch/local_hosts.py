@@ -18,10 +18,10 @@ import psutil
 
 from megatron_stapo.launch.console import outlive_console
 from megatron_stapo.launch.experiment import read_outcome, start_experiment
-from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
 from megatron_stapo.launch.run_folder import claim_run_folder
 from megatron_stapo.launch.supervisor import record_signals
 from megatron_stapo.launch.tasks import LOGS_FOLDER, Task
+from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 _POLL_S = 0.2
 

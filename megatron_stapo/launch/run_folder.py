@@ -17,7 +17,15 @@ LOCK_FILE = "stapo.lock"
 ATTEMPTS_FOLDER = "attempts"
 """What earlier attempts of a run wrote that went on."""
 
-_OF_AN_ATTEMPT = ("logs", "nemo_run", "metrics.jsonl", "summary.json", "curves.png", "stop")
+_OF_AN_ATTEMPT = (
+    "logs",
+    "nemo_run",
+    "metrics.jsonl",
+    "summary.json",
+    "curves.png",
+    "timeline.png",
+    "stop",
+)
 
 
 @contextmanager

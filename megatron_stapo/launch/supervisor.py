@@ -23,14 +23,14 @@ from megatron_stapo.launch.console import outlive_console
 from megatron_stapo.launch.experiment import SUCCEEDED, read_outcome, start_experiment
 from megatron_stapo.launch.failure import describe_failure
 from megatron_stapo.launch.hosts import Head
-from megatron_stapo.launch.processes import adopt_orphans, kill_descendants
 from megatron_stapo.launch.run_folder import claim_run_folder
 from megatron_stapo.launch.tasks import LOGS_FOLDER, Task
 from megatron_stapo.observability.progress import ProgressPrinter
+from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 _POLL_S = 0.2
-# NeMo-Run gives each of two tasks ten seconds between SIGTERM and SIGKILL.
-_STOP_TIMEOUT_S = 30.0
+# NeMo-Run gives each task ten seconds between SIGTERM and SIGKILL, one after the other.
+_STOP_TIMEOUT_PER_TASK_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ def _run_experiment(
             is_last = len(received) > 1
             print("stopping" if is_last else "stopping; a second signal stops at once", flush=True)
             experiment.terminate()
-            wait_for_end(_STOP_TIMEOUT_S)
+            wait_for_end(_STOP_TIMEOUT_PER_TASK_S * (len(tasks) + 1))
         progress.print_new()
     finally:
         kill_descendants()

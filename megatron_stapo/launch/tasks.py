@@ -1,17 +1,17 @@
-"""What a run starts: the trainer's ranks, and the rollout engine beside them."""
+"""What a run starts: the trainer's ranks, and the rollout engines beside them."""
 
 import contextlib
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron_stapo.config import Config
 from megatron_stapo.launch.placement import build_process_table, count_hosts
-from megatron_stapo.rollout.vllm_server import build_server_arguments, build_server_environment
+from megatron_stapo.rollout.engine_host import name_engine
 
 LOGS_FOLDER = "logs"
 
@@ -58,7 +58,7 @@ def build_tasks(
         trainer_module: what every trainer rank runs, with trainer_arguments beside the run folder.
     """
     trainer_argv = [sys.executable, "-m", trainer_module, *trainer_arguments]
-    tasks, engine_arguments = _build_engine_task(config)
+    tasks, engine_arguments = _build_engine_tasks(config)
     trainer_argv += ["--run-dir", config.run_dir, *engine_arguments]
     # Every rank is on this machine.
     env = build_trainer_environment(config, interface="lo")
@@ -89,34 +89,43 @@ def build_trainer_environment(config: Config, interface: str) -> dict[str, str]:
 
 def build_evaluation_tasks(config: Config) -> list[Task]:
     """The commands of an evaluation without a trainer; as `build_tasks`."""
-    tasks, engine_arguments = _build_engine_task(config)
+    tasks, engine_arguments = _build_engine_tasks(config)
     argv = [sys.executable, "-m", "megatron_stapo.evaluation.run", "--run-dir", config.run_dir]
     argv += engine_arguments
     return [*tasks, Task(name="evaluation", argv=argv, env={"OMP_NUM_THREADS": "1"})]
 
 
-def _build_engine_task(config: Config) -> tuple[list[Task], list[str]]:
-    """The vLLM server, if there is one, and what its client is told."""
+def _build_engine_tasks(config: Config) -> tuple[list[Task], list[str]]:
+    """The hosts of the vLLM servers, if there are any, and what their client is told."""
+    tasks: list[Task] = []
+    engine_arguments: list[str] = []
     if config.rollout.engine != "vllm":
-        return [], []
-    host, port = "127.0.0.1", find_free_port()
-    engine = Task(
-        name="engine",
-        argv=[sys.executable, *build_server_arguments(config, host, port)],
-        env=build_server_environment(config),
-    )
-    return [engine], ["--engine-url", f"http://{host}:{port}"]
+        return tasks, engine_arguments
+    for index, port in enumerate(find_free_ports(config.rollout.num_engines)):
+        # The trainer's ranks take the first GPUs, a GPU each.
+        first = config.parallel.world_size + index * config.rollout.num_engine_ranks
+        gpus = range(first, first + config.rollout.num_engine_ranks)
+        tasks.append(_build_engine_task(config, index, "127.0.0.1", port, gpus))
+        engine_arguments += ["--engine-url", f"http://127.0.0.1:{port}"]
+    return tasks, engine_arguments
 
 
-def find_free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on now."""
-    return find_free_ports("127.0.0.1", 1)[0]
+def _build_engine_task(
+    config: Config, index: int, address: str, port: int, gpus: Iterable[int]
+) -> Task:
+    argv = [sys.executable, "-m", "megatron_stapo.rollout.engine_host"]
+    argv += ["--run-dir", config.run_dir, "--index", str(index)]
+    argv += ["--host", address, "--port", str(port)]
+    env = {}
+    if config.parallel.device == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return Task(name=name_engine(index, config.rollout.num_engines), argv=argv, env=env)
 
 
-def find_free_ports(address: str, count: int) -> list[int]:
-    """TCP ports of this machine's address that nothing listens on now, all different."""
+def find_free_ports(num_ports: int, address: str = "127.0.0.1") -> list[int]:
+    """TCP ports of this machine's address that nothing listens on now, each another one."""
     with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        probes = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
         for probe in probes:
             probe.bind((address, 0))
         return [int(probe.getsockname()[1]) for probe in probes]
@@ -157,17 +166,11 @@ def build_host_tasks(
         host, port = slots[0].host, next(free_ports[slots[0].host])
         address = hosts[host].address
         urls += ["--engine-url", f"http://{address}:{port}"]
-        argv = [sys.executable, "-m", "megatron_stapo.rollout.engine_host"]
-        argv += ["--run-dir", config.run_dir, "--index", str(index)]
-        argv += ["--host", address, "--port", str(port)]
-        env = build_server_environment(config) | {
-            "GLOO_SOCKET_IFNAME": hosts[host].interface,
-            # vLLM asks for the host's address of its own, which need not be the one we know.
-            "VLLM_HOST_IP": address,
-        }
-        if config.parallel.device == "cuda":
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(process.gpu) for process in slots)
-        tasks[host].append(Task(name=f"engine_{index}", argv=argv, env=env))
+        task = _build_engine_task(config, index, address, port, [slot.gpu for slot in slots])
+        task.env["GLOO_SOCKET_IFNAME"] = hosts[host].interface
+        # vLLM asks for the host's address of its own, which need not be the one we know.
+        task.env["VLLM_HOST_IP"] = address
+        tasks[host].append(task)
     argv = [sys.executable, "-m", trainer_module, "--run-dir", config.run_dir, *urls]
     ranks = [process for process in table if process.engine is None]
     num_trainer_hosts = count_hosts(ranks)

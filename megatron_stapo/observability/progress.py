@@ -8,7 +8,8 @@ from typing import Any
 from megatron_stapo.observability.run_log import METRICS_FILE
 
 PHASES = ("rollout", "reward", "score", "threshold", "update", "sync")
-"""The parts of a step, in their order."""
+"""The parts of a step, in their order. With rollout.max_lag_steps `rollout` is the time that the
+trainer waits for what is sampled ahead, and `reward` is not measured."""
 
 # Metric, heading and format of each column. A width fits its heading and every value in reach.
 _COLUMNS = (

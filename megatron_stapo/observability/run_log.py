@@ -2,12 +2,14 @@
 
 metrics.jsonl is the record; the summary, the curves and the console are derived from it. A line is
 whole once it ends in a newline, and flushed at once, so that it survives the process and another
-process may follow the file. A line holds "step" or "event", never both.
+process may follow the file. A line holds "step" or "event", never both. Several threads write.
 """
 
 import json
 import math
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,18 @@ class RunLog:
             partial.write_bytes(history)
             partial.replace(self._path)
             purge_step = max((r["step"] for r in self.read() if "step" in r), default=0) + 1
+        self._lock = threading.Lock()
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
         self._tensorboard = SummaryWriter(
             str(Path(run_dir) / TENSORBOARD_FOLDER), purge_step=purge_step
         )
 
     def log_step(
-        self, step: int, metrics: dict[str, float | None], seconds: dict[str, float]
+        self,
+        step: int,
+        metrics: dict[str, float | None],
+        seconds: dict[str, float],
+        spans: Mapping[str, Sequence[tuple[str, float, float]]] | None = None,
     ) -> None:
         """Record a finished step.
 
@@ -50,8 +57,11 @@ class RunLog:
             step: number of completed steps, from 1.
             metrics: name -> value; a value that is None or not finite is recorded as null.
             seconds: phase of the step -> seconds.
+            spans: who -> phases with begin and end, in seconds of the wall clock; what the engines
+                did for this step may lie before it.
         """
-        self._write({"step": step, "time": time.time(), "metrics": metrics, "seconds": seconds})
+        record = {"step": step, "time": time.time(), "metrics": metrics, "seconds": seconds}
+        self._write(record | ({"spans": spans} if spans else {}))
         for tag, values in (("step", metrics), ("seconds", seconds)):
             for name, value in values.items():
                 if value is not None and math.isfinite(value):
@@ -81,8 +91,10 @@ class RunLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         # One write per line: a reader sees a prefix of the file, never two halves mixed.
-        self._file.write(json.dumps(_replace_non_finite(record), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(_replace_non_finite(record), allow_nan=False) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
 
 
 def _replace_non_finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megatron_stapo.observability.curves import CURVES_FILE, draw_curves
 from megatron_stapo.observability.progress import PHASES, MetricsFollower
 from megatron_stapo.observability.run_log import METRICS_FILE, TENSORBOARD_FOLDER
+from megatron_stapo.observability.timeline import TIMELINE_FILE, compute_overlap, draw_timeline
 
 SUMMARY_FILE = "summary.json"
 
@@ -22,7 +23,7 @@ def write_summary(
     num_steps: int,
     total_s: float,
 ) -> dict[str, Any]:
-    """Write summary.json and curves.png into the run folder.
+    """Write summary.json, curves.png and timeline.png into the run folder.
 
     Args:
         run_dir: folder of the run.
@@ -63,16 +64,21 @@ def write_summary(
             phase: round(sum(step["seconds"].get(phase) or 0.0 for step in steps), 3)
             for phase in PHASES
         },
+        # Of the engines' sampling time the share in which the trainer scored or trained.
+        "overlap_frac": compute_overlap(records),
+        "num_engine_restarts": sum(r.get("event") == "engine_restarted" for r in records),
         "total_s": round(total_s, 3),
         "paths": {
             "metrics": str(run_dir / METRICS_FILE),
             "tensorboard": str(run_dir / TENSORBOARD_FOLDER),
             "curves": str(run_dir / CURVES_FILE),
+            "timeline": str(run_dir / TIMELINE_FILE),
             "config": str(run_dir / "config.json"),
             "logs": str(run_dir / "logs"),
         },
     }
     draw_curves(records, run_dir / CURVES_FILE)
+    draw_timeline(records, run_dir / TIMELINE_FILE)
     (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -94,7 +100,13 @@ def format_summary(summary: dict[str, Any]) -> str:
             f"  largest log-prob gap  {_format(summary['logprob_gap_max'], '.2e')} nats, "
             "trainer against rollout",
             f"  seconds by phase      {seconds}",
-            f"  curves and summary    {paths['curves']}, {run_dir / SUMMARY_FILE}",
+            *(
+                [f"  engines restarted     {summary['num_engine_restarts']} times"]
+                if summary["num_engine_restarts"]
+                else []
+            ),
+            f"  curves and summary    {paths['curves']}, {paths['timeline']}, "
+            f"{run_dir / SUMMARY_FILE}",
             f"  record and logs       {paths['metrics']}, {paths['tensorboard']}/, "
             f"{paths['logs']}/",
         ]

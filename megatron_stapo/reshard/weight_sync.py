@@ -1,41 +1,63 @@
-"""Brings the rollout engine to the trainer's weights.
+"""Brings the rollout engines to the trainer's weights.
 
 The weights stream through rank 0 one parameter at a time; nothing holds a second full model.
 """
 
+from collections.abc import Sequence
+
 from megatron_stapo.model.weights import HfWeights
 from megatron_stapo.parallel.groups import Groups, agree
-from megatron_stapo.rollout import Engine
+from megatron_stapo.rollout import Engine, EngineDiedError
 
 
 class WeightSync:
-    """The way from one trainer's model to one engine."""
+    """The way from one trainer's model to the engines."""
 
-    def __init__(self, weights: HfWeights, engine: Engine | None, groups: Groups) -> None:
+    def __init__(
+        self, weights: HfWeights, engine: Engine | None, groups: Groups, num_engines: int
+    ) -> None:
         """Args: engine is rank 0's; None on every other rank."""
         self._weights = weights
         self._groups = groups
         self._engine = engine
+        self._num_engines = num_engines
 
-    def execute(self, policy_version: int) -> str | None:
-        """Send all weights; the engine's next rollout samples from them.
+    def execute(
+        self, policy_version: int, engine_indices: Sequence[int] | None = None
+    ) -> str | None:
+        """Send all weights; the engines' next rollouts sample from them.
 
         Called by every rank.
 
-        Returns:
-            Why the engine did not take them, the same on every rank, so that the step can be saved
-            before the run ends; None where it did.
+        Args:
+            engine_indices: the engines that get them, the same on every rank; None: all.
 
-        Communicates: as `HfWeights.stream`; rank 0 then to the engine; an all-reduce of an integer.
+        Returns:
+            Why an engine did not take them, the same on every rank, so that the step can be saved
+            before the run ends; None where each did, or died.
+
+        Communicates: for every engine as `HfWeights.stream`; rank 0 then to the engine; an
+            all-reduce of an integer.
         """
+        error = None
+        for index in range(self._num_engines) if engine_indices is None else engine_indices:
+            # Where one refuses, the other ranks send to the rest all the same.
+            error = self._send(policy_version, index) or error
+        return agree(error, self._groups)
+
+    def _send(self, policy_version: int, index: int) -> str | None:
         weights = self._weights.stream()
         error = None
+        has_died = False
         if self._engine is not None:
             try:
-                self._engine.update_weights(weights, policy_version)
+                self._engine.update_weights(weights, policy_version, index)
+            except EngineDiedError:
+                has_died = True
             except Exception as refused:
                 error = f"{refused}"
         for _ in weights:
             # The other ranks go on sending; what an engine leaves behind without an error is one.
-            error = error or "the engine left weights behind"
-        return agree(error, self._groups)
+            if not has_died:
+                error = error or "the engine left weights behind"
+        return error

@@ -14,13 +14,31 @@ if TYPE_CHECKING:
     import torch
 
 
+class EngineDiedError(RuntimeError):
+    """An engine is gone; its host starts it again."""
+
+
 class Engine(Protocol):
-    """An inference engine as rank 0 of the trainer sees it.
+    """An inference engine, or a pool of them, as rank 0 of the trainer sees it.
 
     It starts with the weights of model.path, as policy version 0. Its maker may give it an on_wait,
     which `generate` calls every second or oftener while it waits, and which may raise to abandon
-    the call; the engine then serves on.
+    the call; the engine then serves on. `generate` runs in a thread beside the other methods.
     """
+
+    @property
+    def policy_version(self) -> int:
+        """Of the newest weights that it was given: `generate` samples from no others."""
+        ...
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether any engine of the pool has these weights and answers."""
+        ...
+
+    def list_stale(self, policy_version: int) -> list[int]:
+        """Numbers of the engines that answer and have other weights than of this version."""
+        ...
 
     def generate(
         self,
@@ -31,6 +49,9 @@ class Engine(Protocol):
     ) -> list[RolloutGroup]:
         """Sample num_samples responses per prompt from the current weights, in the prompts' order.
 
+        An engine of a pool that dies is no error: its prompts go to the others, or wait until one
+        of them has come back and got the weights.
+
         A response ends with the first stop token, or after max_response_tokens. Sample i of a
         prompt is seeded with `compute_request_seed` plus i.
 
@@ -39,14 +60,17 @@ class Engine(Protocol):
                 in any order, while others are still being sampled.
 
         Raises:
-            RuntimeError: the engine died, timed out, or returned something malformed.
+            RuntimeError: no engine came back, or one returned something malformed.
         """
         ...
 
     def update_weights(
-        self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], policy_version: int
+        self,
+        named_tensors: Iterable[tuple[str, "torch.Tensor"]],
+        policy_version: int,
+        engine_index: int = 0,
     ) -> None:
-        """Replace all weights and stamp later rollouts with policy_version.
+        """Replace all weights of one engine and stamp its later rollouts with policy_version.
 
         Args:
             named_tensors: Hugging Face names and full tensors, each yielded once; without the head
@@ -55,8 +79,9 @@ class Engine(Protocol):
             policy_version: number of completed steps of the new weights.
 
         Raises:
-            RuntimeError: a tensor is missing, unknown, repeated or misshapen, or the engine died or
-                timed out. The engine cannot be used afterwards.
+            EngineDiedError: the engine died or timed out, and named_tensors is not consumed.
+            RuntimeError: a tensor is missing, unknown, repeated or misshapen. The engine cannot be
+                used afterwards.
         """
         ...
 

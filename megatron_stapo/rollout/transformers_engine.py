@@ -35,7 +35,10 @@ class TransformersEngine:
         self._on_wait = on_wait
         self._device = torch.device(config.parallel.device)
         self._stop_token_ids = torch.tensor(stop_token_ids, device=self._device)
-        self._policy_version = 0
+        self.policy_version = 0
+        """See `Engine`."""
+        self.is_serving = True
+        """See `Engine`."""
         self._model = AutoModelForCausalLM.from_pretrained(
             config.model.path, dtype=getattr(torch, config.model.dtype)
         )
@@ -52,7 +55,7 @@ class TransformersEngine:
         rows = [
             (
                 prompt.token_ids,
-                compute_request_seed(self._config.seed, self._policy_version, prompt.prompt_id) + i,
+                compute_request_seed(self._config.seed, self.policy_version, prompt.prompt_id) + i,
             )
             for prompt in prompts
             for i in range(num_samples)
@@ -69,8 +72,15 @@ class TransformersEngine:
                     on_group(index, groups[index])
         return groups
 
+    def list_stale(self, policy_version: int) -> list[int]:
+        """See `Engine`."""
+        return [] if policy_version == self.policy_version else [0]
+
     def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        policy_version: int,
+        engine_index: int = 0,
     ) -> None:
         """See `Engine`."""
         # A tied head is no parameter of its own here.
@@ -81,7 +91,7 @@ class TransformersEngine:
                 checklist.take(name, tensor.shape)
                 parameters[name].copy_(tensor)
         checklist.check_complete()
-        self._policy_version = policy_version
+        self.policy_version = policy_version
 
     def close(self) -> None:
         """Nothing is held outside the process."""
@@ -144,7 +154,7 @@ class TransformersEngine:
             token_ids=token_ids[:length],
             rollout_logprobs=logprobs[:length],
             finish_reason="stop" if any(is_stop) else "length",
-            policy_version=self._policy_version,
+            policy_version=self.policy_version,
         )
 
 

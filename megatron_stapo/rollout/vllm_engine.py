@@ -1,10 +1,11 @@
 """Client of a vLLM server: token ids in, token ids and log-probabilities out, new weights in.
 
-Runs in the trainer's rank 0 and never imports vllm. `vllm_server` says how the process is started.
+Runs in the trainer's rank 0 and never imports vllm. `vllm_server` says how the process is started,
+and `pool` shares the requests among the servers.
 
-Invariant: during a call the trainer waits for HTTP answers and for nothing else, and looks at the
-server's health meanwhile. So a dead server is an error within seconds, where a collective would sit
-out its time-out.
+Invariant: during an update the trainer waits for HTTP answers and for nothing else, and looks at
+the server's health meanwhile. So a dead server is an error within seconds, where a collective would
+sit out its time-out.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
@@ -42,114 +43,140 @@ _NO_LOGPROB = -9999.0
 _CHECKPOINT_VERSION = "default"
 """vLLM's label for the weights that it loaded at its start."""
 
-_MIN_CONNECTIONS = 256
-"""Calls under way at once that a small engine is given, too."""
+HEALTH_INTERVAL_S = 2.0
+"""Between two looks at a server's health."""
 
-_HEALTH_INTERVAL_S = 2.0
-"""Between two looks at the server's health during a call."""
 
-_WAIT_S = 0.5
-"""Longest time between two calls of on_wait."""
+class ServerDiedError(Exception):
+    """The server does not answer, or says itself that it cannot go on."""
 
 
 class VllmEngine:
-    """One vLLM server, of any tensor parallel size."""
+    """One vLLM server, of any tensor and pipeline parallel size."""
 
-    def __init__(
-        self,
-        config: Config,
-        url: str,
-        stop_token_ids: Sequence[int],
-        on_wait: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: Config, url: str, stop_token_ids: Sequence[int]) -> None:
         """Wait until the server answers.
 
         Args:
             config: the one that the server's arguments were built from.
             url: the server's address, http://host:port.
             stop_token_ids: tokens that end a response.
-            on_wait: see `Engine`.
 
         Raises:
             RuntimeError: no answer within rollout.start_timeout_s.
         """
         self._config = config
-        self._on_wait = on_wait
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._stop_token_ids = list(stop_token_ids)
         self._vocab_size = load_model_json(config.model.path)["vocab_size"]
-        self._policy_version = 0
+        self.policy_version = 0
+        """Number of completed steps of its weights."""
         self._server_version = _CHECKPOINT_VERSION
         self._group: TransferGroup | None = None
         self._store: dist.TCPStore | None = None
         self._wait_until_healthy()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        sampling: Sampling,
-        on_group: Callable[[int, RolloutGroup], None] | None = None,
-    ) -> list[RolloutGroup]:
-        """See `Engine`. One request per prompt; vLLM seeds sample i with seed + i."""
+    async def sample(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> RolloutGroup:
+        """Sample one prompt's responses, in one request; vLLM seeds sample i with seed + i.
 
-        def take(index: int, answer: Any) -> RolloutGroup:
-            try:
-                rollouts = parse_choices(
-                    answer["choices"],
-                    num_samples=num_samples,
-                    max_response_tokens=sampling.max_response_tokens,
-                    vocab_size=self._vocab_size,
-                    stop_token_ids=self._stop_token_ids,
-                    server_version=self._server_version,
-                    policy_version=self._policy_version,
-                )
-            except (KeyError, TypeError, ValueError) as error:
-                raise RuntimeError(
-                    f"vLLM engine at {self._url} sent a malformed answer during generate: prompt "
-                    f"{prompts[index].prompt_id}: {error!r}."
-                ) from error
-            group = RolloutGroup(prompt=prompts[index], rollouts=rollouts)
-            if on_group is not None:
-                on_group(index, group)
-            return group
+        Raises:
+            ServerDiedError: the server is gone, or hangs.
+            RuntimeError: it refused the request, or its answer is malformed.
+        """
+        path = "inference/v1/generate"
+        request = {
+            "token_ids": prompt.token_ids,
+            "sampling_params": {
+                "n": num_samples,
+                "seed": compute_request_seed(
+                    self._config.seed, self.policy_version, prompt.prompt_id
+                ),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": 0,
+                "max_tokens": sampling.max_response_tokens,
+                "stop_token_ids": self._stop_token_ids,
+                # The model folder may name end-of-text tokens of its own.
+                "ignore_eos": True,
+                # Of the sampled token and of no other.
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        try:
+            async with self._open_session(self._config.rollout.request_timeout_s) as session:
+                answer = await self._send(session, "POST", path, request)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = self._describe(error, "generate", path)
+            # A server that refuses is alive, unless it refuses because its model's process died.
+            if isinstance(error, aiohttp.ClientResponseError) and await self.stays_healthy():
+                raise RuntimeError(reason) from error
+            raise ServerDiedError(reason) from error
+        try:
+            rollouts = parse_choices(
+                answer["choices"],
+                num_samples=num_samples,
+                max_response_tokens=sampling.max_response_tokens,
+                vocab_size=self._vocab_size,
+                stop_token_ids=self._stop_token_ids,
+                server_version=self._server_version,
+                policy_version=self.policy_version,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if not await self.has_own_weights():
+                raise ServerDiedError(f"the server at {self.url} was started again") from error
+            raise RuntimeError(
+                f"vLLM engine at {self.url} sent a malformed answer during generate: prompt "
+                f"{prompt.prompt_id}: {error!r}."
+            ) from error
+        return RolloutGroup(prompt=prompt, rollouts=rollouts)
 
-        return self._post_all(
-            "generate",
-            "inference/v1/generate",
-            [
-                {
-                    "token_ids": prompt.token_ids,
-                    "sampling_params": {
-                        "n": num_samples,
-                        "seed": compute_request_seed(
-                            self._config.seed, self._policy_version, prompt.prompt_id
-                        ),
-                        "temperature": sampling.temperature,
-                        "top_p": sampling.top_p,
-                        "top_k": 0,
-                        "max_tokens": sampling.max_response_tokens,
-                        "stop_token_ids": self._stop_token_ids,
-                        # The model folder may name end-of-text tokens of its own.
-                        "ignore_eos": True,
-                        # Of the sampled token and of no other.
-                        "logprobs": 0,
-                        "detokenize": False,
-                    },
-                }
-                for prompt in prompts
-            ],
-            take,
-            self._on_wait,
-        )
+    async def is_healthy(self) -> bool:
+        """Whether the server answers within rollout.health_timeout_s that it is well."""
+        try:
+            await self._check_health(self._config.rollout.health_timeout_s)
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        return True
+
+    async def stays_healthy(self) -> bool:
+        """Likewise, now and a little later: a server may fail a call before it knows why."""
+        if not await self.is_healthy():
+            return False
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+        return await self.is_healthy()
+
+    async def has_own_weights(self) -> bool:
+        """Whether the server has the weights that it last got from here; a new one has not.
+
+        Raises:
+            ServerDiedError: the process that holds the model does not answer.
+        """
+        timeout_s = self._config.rollout.health_timeout_s
+        try:
+            async with self._open_session(timeout_s) as session:
+                answer = await self._send(session, "GET", "weight_info")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerDiedError(self._describe(error, "a look at it", "weight_info")) from error
+        return bool(answer["weight_version"] == self._server_version)
+
+    def forget(self) -> None:
+        """Take the server for a new one, with the weights that it loads at its start."""
+        self.close()
+        self.policy_version = 0
+        self._server_version = _CHECKPOINT_VERSION
 
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """See `Engine`.
+        """Replace all weights; see `Engine`.
 
         Communicates: per bucket one HTTP call and, beside it, one broadcast to the engine's
             workers.
+
+        Raises:
+            RuntimeError: a tensor is missing, unknown, repeated or misshapen, or the server died or
+                timed out. It cannot be used afterwards.
         """
         doing = "update_weights"
         try:
@@ -171,7 +198,7 @@ class VllmEngine:
                 # time-out, and the group with it.
                 self._group.abort()
             raise
-        self._policy_version = policy_version
+        self.policy_version = policy_version
 
     def close(self) -> None:
         """Leave the group. The server runs on: who started it ends it."""
@@ -189,7 +216,7 @@ class VllmEngine:
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise RuntimeError(
-                        f"vLLM engine at {self._url} did not answer within "
+                        f"vLLM engine at {self.url} did not answer within "
                         f"rollout.start_timeout_s={start_timeout_s} seconds: {error!r}. It died or "
                         "is still loading; see its log."
                     ) from error
@@ -197,7 +224,7 @@ class VllmEngine:
 
     def _open_group(self) -> TransferGroup:
         """Connect to the engine's workers: they answer while this end waits in a thread."""
-        address = urlsplit(self._url)
+        address = urlsplit(self.url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Sends nothing; it asks the routing table for our address as the engine sees it.
             probe.connect((address.hostname, address.port))
@@ -208,7 +235,7 @@ class VllmEngine:
         info = ConnectInfo(
             host=host,
             port=self._store.port,
-            world_size=1 + self._config.rollout.tensor_parallel_size,
+            world_size=1 + self._config.rollout.num_engine_ranks,
         )
         # With its index: a new thread has its own idea of the current GPU.
         device = torch.empty(0, device=self._config.parallel.device).device
@@ -226,69 +253,39 @@ class VllmEngine:
         return opened.result()
 
     def _post(self, doing: str, path: str, payload: Any = None) -> Any:
-        return self._post_all(doing, path, [payload])[0]
-
-    def _post_all(
-        self,
-        doing: str,
-        path: str,
-        payloads: Sequence[Any],
-        take: Callable[[int, Any], Any] = lambda index, answer: answer,
-        on_wait: Callable[[], None] = lambda: None,
-    ) -> list[Any]:
-        """POST the payloads side by side and return what take makes of the answers, in their order.
-
-        Args:
-            take: called with a payload's index and its answer as soon as that is there.
-            on_wait: called while answers are waited for. What it raises gives the calls up: the
-                server notices the closed connections and ends what it was sampling.
+        """POST, and look at the server's health until the answer is there.
 
         Raises:
             RuntimeError: no answer, or an error; says what the trainer was doing.
         """
         try:
-            return asyncio.run(self._send_all(path, payloads, take, on_wait))
-        except aiohttp.ClientResponseError as error:
-            raise RuntimeError(
-                f"vLLM engine at {self._url} refused {error.request_info.url.path} during {doing}: "
-                f"HTTP {error.status}, {error.message}. See its log."
-            ) from error
+            return asyncio.run(self._send_watched(path, payload))
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RuntimeError(
-                f"vLLM engine at {self._url} stopped answering during {doing}: {error!r} from "
-                f"{path}. It died or hangs; see its log."
-            ) from error
+            raise RuntimeError(self._describe(error, doing, path)) from error
 
-    async def _send_all(
-        self,
-        path: str,
-        payloads: Sequence[Any],
-        take: Callable[[int, Any], Any],
-        on_wait: Callable[[], None],
-    ) -> list[Any]:
+    def _describe(self, error: Exception, doing: str, path: str) -> str:
+        if isinstance(error, aiohttp.ClientResponseError):
+            return (
+                f"vLLM engine at {self.url} refused {error.request_info.url.path} during {doing}: "
+                f"HTTP {error.status}, {error.message}. See its log."
+            )
+        return (
+            f"vLLM engine at {self.url} stopped answering during {doing}: {error!r} from "
+            f"{path}. It died or hangs; see its log."
+        )
+
+    async def _send_watched(self, path: str, payload: Any) -> Any:
         timeout_s = self._config.rollout.request_timeout_s
-        # Enough to keep the engine full. A connection more is a file more, on both ends.
-        places = asyncio.Semaphore(max(2 * self._config.rollout.max_num_seqs, _MIN_CONNECTIONS))
         async with self._open_session(timeout_s) as session:
-
-            async def ask(index: int, payload: Any) -> Any:
-                async with places:
-                    answer = await self._send(session, "POST", path, payload)
-                return take(index, answer)
-
-            answers = asyncio.gather(*(ask(*item) for item in enumerate(payloads)))
+            answer = asyncio.create_task(self._send(session, "POST", path, payload))
             # The server leaves calls unanswered when the process that holds the model dies.
             health = asyncio.create_task(self._watch_health(timeout_s))
-            while not (answers.done() or health.done()):
-                await asyncio.wait(
-                    [answers, health], timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                on_wait()
-            if not answers.done():
-                answers.cancel()
+            await asyncio.wait([answer, health], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                answer.cancel()
                 await health
             health.cancel()
-            return await answers
+            return await answer
 
     async def _watch_health(self, timeout_s: float) -> None:
         """Never return; raise when the server says that it is ill, or is gone.
@@ -296,7 +293,7 @@ class VllmEngine:
         It may be silent for as long as any other call, since it is busy with large answers.
         """
         while True:
-            await asyncio.sleep(_HEALTH_INTERVAL_S)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
             await self._check_health(timeout_s)
 
     async def _check_health(self, timeout_s: float) -> None:
@@ -313,7 +310,7 @@ class VllmEngine:
     async def _send(
         self, session: aiohttp.ClientSession, method: str, path: str, payload: Any = None
     ) -> Any:
-        async with session.request(method, f"{self._url}/{path}", json=payload) as response:
+        async with session.request(method, f"{self.url}/{path}", json=payload) as response:
             body = await response.read()
             if response.status != 200:
                 raise aiohttp.ClientResponseError(

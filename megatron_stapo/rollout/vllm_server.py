@@ -1,7 +1,7 @@
 """How the vLLM server process is started: its arguments and its environment.
 
-For the launcher, so it imports neither torch nor vllm. `vllm_engine` is the client, and
-`vllm_worker` what the server loads of ours.
+For `engine_host`, which starts it, so it imports neither torch nor vllm. `vllm_engine` is the
+client, and `vllm_worker` what the server loads of ours.
 """
 
 import json
@@ -31,6 +31,7 @@ def build_server_arguments(config: Config, host: str, port: int) -> list[str]:
         *("--max-model-len", str(config.max_engine_tokens)),
         *("--max-num-seqs", str(rollout.max_num_seqs)),
         *("--tensor-parallel-size", str(rollout.tensor_parallel_size)),
+        *("--pipeline-parallel-size", str(rollout.pipeline_parallel_size)),
         # After temperature; the default is before it.
         *("--logprobs-mode", "processed_logprobs"),
         # Token ids in and out: no tokenizer is loaded.
@@ -51,7 +52,7 @@ def build_server_arguments(config: Config, host: str, port: int) -> list[str]:
             # A prompt cut in two rewinds its sampling seed by a call that CPU generators lack.
             "--no-enable-chunked-prefill",
         ]
-        if rollout.tensor_parallel_size == 1:
+        if rollout.num_engine_ranks == 1:
             # The model runs in the engine's process, not in one more beside it.
             arguments += [
                 "--distributed-executor-backend",

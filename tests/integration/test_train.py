@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_stapo.rollout.engine_host import START_MARK
 from tests.tiny_model import build_coin_base
+
+DIED = "engine_died"
 
 RECIPE = """
 from megatron_stapo.config import *
@@ -43,7 +48,7 @@ def base(tmp_path_factory):
     return build_coin_base(tmp_path_factory.mktemp("coin"))
 
 
-def start(base, folder, *overrides):
+def start(base, folder, *overrides, **environment):
     """Start a run in folder/run; its output goes to files in folder."""
     recipe = folder / "coin.py"
     recipe.write_text(RECIPE.format(base=base, run_dir=folder / "run"))
@@ -52,6 +57,7 @@ def start(base, folder, *overrides):
             [sys.executable, "-m", "megatron_stapo.cli", "train", str(recipe), *overrides],
             stdout=out,
             stderr=err,
+            env=os.environ | environment,
         )
 
 
@@ -161,7 +167,7 @@ def find_process(launcher, *words):
 
 @pytest.mark.vllm
 def test_a_killed_engine_ends_the_run_by_name(base, tmp_path):
-    launcher = start(base, tmp_path, "num_steps=1000")
+    launcher = start(base, tmp_path, "num_steps=1000", "rollout.max_engine_restarts=0")
     wait_for_step(tmp_path, launcher, 1)
     processes = psutil.Process(launcher.pid).children(recursive=True)
     find_process(launcher, "EngineCore").kill()
@@ -169,6 +175,46 @@ def test_a_killed_engine_ends_the_run_by_name(base, tmp_path):
     assert exit_code == 1
     assert summary["status"] == "failed"
     assert "engine" in stderr.splitlines()[0]
+
+
+@pytest.mark.vllm
+def test_engines_that_are_killed_in_rollouts_change_nothing(base, tmp_path):
+    """Of two engines the first dies in step 2 and the other, the last one left, in step 3; the
+    metrics are those of a run with one engine that lives."""
+    from tests.integration.crash import SITECUSTOMIZE  # which imports this module
+
+    results = {}
+    for name, overrides in (("one", []), ("two", ["rollout.num_engines=2"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        path = f"{folder}{os.pathsep}{Path(__file__).parents[2]}"
+        environment = {"PYTHONPATH": path, "STAPO_TEST_PHASES": str(folder)}
+        launcher = start(base, folder, "num_steps=4", *overrides, **environment)
+        for index in range(len(overrides) * 2):
+            wait_for_step(folder, launcher, 1 + index)
+            while (folder / "phase").read_text() != "rollout":
+                assert launcher.poll() is None, (folder / "stderr").read_text()
+                time.sleep(0.001)
+            (host, *_) = (
+                p
+                for p in psutil.Process(launcher.pid).children(recursive=True)
+                if f"engine_host --run-dir {folder}/run --index {index}" in " ".join(p.cmdline())
+            )
+            (core,) = (p for p in host.children(recursive=True) if "EngineCore" in p.name())
+            core.kill()
+        assert launcher.wait(timeout=300) == 0, (folder / "stderr").read_text()
+        results[name] = {r["step"]: r["metrics"] for r in read_steps(folder)}
+    for metrics in (m for steps in results.values() for m in steps.values()):
+        del metrics["tokens_per_s"]
+    assert results["two"] == results["one"]
+    records = [json.loads(x) for x in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    died = [(r["index"], r["num_requests_resent"]) for r in records if r.get("event") == DIED]
+    assert [index for index, _ in died] == [0, 1]
+    assert any(num_resent for _, num_resent in died), died
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["num_engine_restarts"] >= 1
+    assert (folder / "run" / "logs" / "engine_1.log").read_text().count(START_MARK) == 2
 
 
 def find_last_rank(processes):
@@ -206,13 +252,13 @@ def test_a_stopped_rank_ends_the_run_by_name(base, tmp_path):
     assert "SIGKILL" not in stderr.splitlines()[0]
 
 
-def run_verify_resume(base, folder, **environment):
+def run_verify_resume(base, folder, *overrides, **environment):
     recipe = folder / "coin.py"
     recipe.write_text(RECIPE.format(base=base, run_dir=folder / "run"))
     return subprocess.run(
         [
             *(sys.executable, "-m", "megatron_stapo.cli", "verify-resume", str(recipe)),
-            "rollout.engine=transformers",
+            *("rollout.engine=transformers", *overrides),
         ],
         capture_output=True,
         text=True,
@@ -221,14 +267,27 @@ def run_verify_resume(base, folder, **environment):
     )
 
 
-def test_verify_resume_passes_a_run_that_is_exact(base, tmp_path):
-    passed = run_verify_resume(base, tmp_path)
+@pytest.mark.parametrize("max_lag_steps", [0, 1])
+def test_verify_resume_passes_a_run_that_is_exact(base, tmp_path, max_lag_steps):
+    passed = run_verify_resume(base, tmp_path, f"rollout.max_lag_steps={max_lag_steps}")
     assert passed.returncode == 0, passed.stdout + passed.stderr
     assert "2 steps, a kill and 2 more are the same as 4 steps" in passed.stdout
     rows = json.loads((tmp_path / "run_resume" / "verify_resume.json").read_text())
     what = {row["what"] for row in rows}
     assert {"main weights", "first moments", "second moments", "stream position"} <= what
     assert {"random states of every rank", "responses of step 3", "metrics of step 4"} <= what
+    straight = tmp_path / "run_resume" / "straight"
+    lines = (straight / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "step" in record]
+    lags = [step["metrics"].get("lag_mean") for step in steps]
+    assert lags == ([0, 1, 1, 1] if max_lag_steps else [None] * 4)
+    for step, following in pairwise(steps):
+        [update_ends] = [max(e for p, _, e in step["spans"]["trainer"] if p == "update")]
+        [sampling_begins] = [b for p, b, _ in following["spans"]["engines"] if p == "rollout"]
+        assert (sampling_begins < update_ends) == bool(max_lag_steps)
+    summary = json.loads((straight / "summary.json").read_text())
+    assert summary["overlap_frac"] > 0.1 if max_lag_steps else summary["overlap_frac"] == 0
+    assert (straight / "timeline.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

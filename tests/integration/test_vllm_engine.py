@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from megatron_stapo.rollout import EngineDiedError
+from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine
 from megatron_stapo.rollout.vllm_server import build_server_arguments, build_server_environment
 from megatron_stapo.types import Prompt, Sampling
@@ -119,7 +121,9 @@ def servers(config, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(config, servers):
-    engine = VllmEngine(config, servers[0].url, STOP_TOKEN_IDS)
+    # A server that dies here has no host to start it again.
+    config = replace(config, rollout=replace(config.rollout, start_timeout_s=5))
+    engine = EnginePool(config, [VllmEngine(config, servers[0].url, STOP_TOKEN_IDS)])
     yield engine
     engine.close()
 
@@ -271,7 +275,7 @@ def test_a_server_that_dies_under_generate_is_an_error(engine, servers):
 
 
 def test_an_engine_that_dies_under_an_update_is_an_error(config, servers, weights):
-    engine = VllmEngine(config, servers[1].url, STOP_TOKEN_IDS)
+    engine = EnginePool(config, [VllmEngine(config, servers[1].url, STOP_TOKEN_IDS)])
     engine.update_weights(weights.items(), policy_version=1)
 
     def stream():
@@ -285,6 +289,8 @@ def test_an_engine_that_dies_under_an_update_is_an_error(config, servers, weight
             yield name, weights[name]
 
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"during update_weights: .*See its log|see its log"):
+    with pytest.raises(EngineDiedError, match=r"during update_weights: .*See its log|see its log"):
         engine.update_weights(stream(), policy_version=2)
     assert time.monotonic() - start < DEADLINE_S
+    assert not engine.is_serving
+    engine.close()

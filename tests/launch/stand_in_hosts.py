@@ -19,7 +19,7 @@ from megatron_stapo.config import (
 )
 from megatron_stapo.launch import hosts, launch
 from megatron_stapo.launch.local_hosts import launch_on_hosts, parse_host
-from megatron_stapo.launch.tasks import build_host_tasks, find_free_port
+from megatron_stapo.launch.tasks import build_host_tasks, find_free_ports
 
 hosts.LOST_S = 5.0  # a cut is noticed sooner than on a real network
 
@@ -29,7 +29,7 @@ def main() -> int:
         return run_host(*sys.argv[2:])
     run_dir, what, *words = sys.argv[1:]
     local_hosts = [parse_host(word) for word in words]
-    head = f"{local_hosts[0].address}:{find_free_port()}"
+    head = f"{local_hosts[0].address}:{find_free_ports(1)[0]}"
 
     def build_command(index: int) -> list[str]:
         return [sys.executable, __file__, "host", run_dir, what, str(index), head]

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_stapo.launch.tasks import (
     build_host_tasks,
     build_script,
 )
+from megatron_stapo.rollout.vllm_server import build_server_arguments
 
 
 @pytest.fixture
@@ -32,13 +34,42 @@ def config() -> Config:
     )
 
 
-def test_a_vllm_run_is_a_server_and_ranks_that_know_its_address(config: Config) -> None:
-    engine, trainer = build_tasks(config)
-    assert (engine.name, engine.num_ranks) == ("engine", 0)
+def find_urls(argv: list[str]) -> list[str]:
+    return [url for option, url in pairwise(argv) if option == "--engine-url"]
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_a_vllm_run_is_hosts_and_ranks_that_know_their_addresses(
+    config: Config, num_engines: int
+) -> None:
+    config = replace(config, rollout=replace(config.rollout, num_engines=num_engines))
+    *engines, trainer = build_tasks(config)
+    assert [(t.name, t.num_ranks) for t in engines] == (
+        [("engine", 0)] if num_engines == 1 else [(f"engine_{i}", 0) for i in range(3)]
+    )
     assert (trainer.name, trainer.num_ranks) == ("trainer", 2)
-    port = engine.argv[engine.argv.index("--port") + 1]
-    assert trainer.argv[-1] == f"http://127.0.0.1:{port}"
+    host = ["-m", "megatron_stapo.rollout.engine_host", "--run-dir", "runs/base"]
+    for index, engine in enumerate(engines):
+        assert engine.argv[1:-4] == [*host, "--index", str(index)]
+        assert engine.argv[-4:-1] == ["--host", "127.0.0.1", "--port"]
+    ports = [engine.argv[-1] for engine in engines]
+    assert len(set(ports)) == num_engines
+    assert find_urls(trainer.argv) == [f"http://127.0.0.1:{port}" for port in ports]
     assert trainer.argv[1:5] == ["-m", "megatron_stapo.train", "--run-dir", "runs/base"]
+
+
+def test_every_engine_has_gpus_of_its_own_beside_the_trainer(config: Config) -> None:
+    config = replace(
+        config,
+        parallel=replace(config.parallel, device="cuda"),
+        rollout=replace(
+            config.rollout, num_engines=2, tensor_parallel_size=2, pipeline_parallel_size=2
+        ),
+    )
+    first, second, trainer = build_tasks(config)
+    assert first.env == {"CUDA_VISIBLE_DEVICES": "2,3,4,5"}
+    assert second.env == {"CUDA_VISIBLE_DEVICES": "6,7,8,9"}
+    assert trainer.num_ranks == 2 and "CUDA_VISIBLE_DEVICES" not in trainer.env
 
 
 def test_a_transformers_run_is_the_ranks_alone(config: Config) -> None:
@@ -64,15 +95,14 @@ def test_a_script_hands_over_arguments_and_environment_as_they_are(tmp_path: Pat
 def test_an_evaluation_is_a_server_and_one_process(config: Config) -> None:
     engine, evaluation = build_evaluation_tasks(config)
     assert (evaluation.name, evaluation.num_ranks) == ("evaluation", 0)
-    port = engine.argv[engine.argv.index("--port") + 1]
-    assert evaluation.argv[-1] == f"http://127.0.0.1:{port}"
+    assert find_urls(evaluation.argv) == [f"http://127.0.0.1:{engine.argv[-1]}"]
     assert evaluation.argv[1:5] == ["-m", "megatron_stapo.evaluation.run", "--run-dir", "runs/base"]
 
 
 def test_the_engine_holds_the_longest_sequence_of_training_or_evaluation(config: Config) -> None:
     def find_length(config: Config) -> str:
-        engine = build_evaluation_tasks(config)[0]
-        return engine.argv[engine.argv.index("--max-model-len") + 1]
+        argv = build_server_arguments(config, "127.0.0.1", 1)
+        return argv[argv.index("--max-model-len") + 1]
 
     assert find_length(config) == str(1024 + 15360)
     evaluation = EvaluationConfig(benchmarks=("aime24",), max_response_tokens=20480)

@@ -4,33 +4,30 @@ import copy
 import json
 import threading
 import time
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_stapo.rollout import compute_request_seed
+from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine, parse_choices
 from megatron_stapo.rollout.weight_transfer import connect
 from megatron_stapo.types import Prompt, Sampling
+from tests.rollout.fake_server import (
+    GENERATE,
+    STOP,
+    FakeServer,
+    answer_well,
+    build_choice,
+    serve,
+)
 from tests.workers import build_config
 
-STOP = 1
 MAX_TOKENS = 3
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=MAX_TOKENS)
 PROMPTS = [Prompt(prompt_id=i, problem="", answer="", token_ids=[5, 6]) for i in (7, 8)]
-
-
-def build_choice(index=0, token_ids=(4, 9, STOP), finish_reason="stop"):
-    return {
-        "index": index,
-        "token_ids": list(token_ids),
-        "logprobs": {"content": [{"token_id": t, "logprob": -0.5} for t in token_ids]},
-        "finish_reason": finish_reason,
-        "weight_versions": [{"version": "default", "start": 0, "end": len(token_ids)}],
-    }
 
 
 def parse(choices):
@@ -135,50 +132,19 @@ def test_missing_samples_are_refused():
         parse([build_choice()])
 
 
-class FakeServer(ThreadingHTTPServer):
-    """Answers every path with 200 and {}; `answers` maps a path to a function of the request."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), FakeHandler)
-        self.answers = {}
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.closing = threading.Event()
-
-
-class FakeHandler(BaseHTTPRequestHandler):
-    def answer(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        function = self.server.answers.get(self.path, lambda request: (200, b"{}"))
-        status, answer = function(json.loads(body) if body else None)
-        if status is None:
-            return
-        self.send_response(status)
-        self.end_headers()
-        # The client leaves at the first of several bad answers.
-        with suppress(BrokenPipeError):
-            self.wfile.write(answer)
-
-    do_GET = do_POST = answer
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def server():
-    with FakeServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with serve(FakeServer()) as server:
+        server.answers["/weight_info"] = lambda request: (200, b'{"weight_version": "default"}')
         yield server
-        server.closing.set()
-        server.shutdown()
-        thread.join()
 
 
 def build_engine(tmp_path, url, **changes):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
-    config = build_config(tmp_path, **{"rollout__request_timeout_s": 1, **changes})
-    return VllmEngine(config, url, [STOP, 2])
+    config = build_config(
+        tmp_path, **{"rollout__request_timeout_s": 1, "rollout__start_timeout_s": 1, **changes}
+    )
+    return EnginePool(config, [VllmEngine(config, url, [STOP, 2])])
 
 
 @pytest.fixture
@@ -188,16 +154,8 @@ def engine(server, tmp_path):
     engine.close()
 
 
-GENERATE = "/inference/v1/generate"
-
-
 def generate(engine):
     return engine.generate(PROMPTS, 2, SAMPLING)
-
-
-def answer_well(request):
-    choices = [build_choice(i) for i in range(request["sampling_params"]["n"])]
-    return 200, json.dumps({"choices": choices}).encode()
 
 
 def test_groups_come_in_the_order_of_the_prompts_each_with_its_own_seed(server, engine):
@@ -296,7 +254,7 @@ def test_a_server_that_lost_its_model_is_an_error_though_it_leaves_calls_open(se
     server.answers[GENERATE] = lambda request: (200 if server.closing.wait(20) else None, b"")
     server.answers["/health"] = lambda request: (503, b"EngineDeadError")
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"refused /health during generate: HTTP 503"):
+    with pytest.raises(RuntimeError, match="does not answer that it is well"):
         generate(engine)
     assert time.monotonic() - start < 10
 

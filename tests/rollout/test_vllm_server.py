@@ -31,6 +31,7 @@ def test_the_config_reaches_the_server():
         rollout__max_response_tokens=40,
         rollout__max_num_seqs=32,
         rollout__tensor_parallel_size=2,
+        rollout__pipeline_parallel_size=3,
         rollout__kv_cache_bytes=1 << 20,
     )
     assert options["--model"] == "M"
@@ -39,6 +40,7 @@ def test_the_config_reaches_the_server():
     assert options["--max-model-len"] == "64"
     assert options["--max-num-seqs"] == "32"
     assert options["--tensor-parallel-size"] == "2"
+    assert options["--pipeline-parallel-size"] == "3"
     assert options["--kv-cache-memory-bytes"] == str(1 << 20)
     assert options["--logprobs-mode"] == "processed_logprobs"
 
@@ -57,9 +59,13 @@ def test_a_gpu_decides_its_own_cache_and_compiles():
     assert "OMP_NUM_THREADS" not in build_server_environment(config)
 
 
-@pytest.mark.parametrize(("tp_size", "in_process"), [(1, True), (2, False)])
-def test_one_rank_runs_inside_the_engine_process(tp_size, in_process):
-    options = build_options(rollout__tensor_parallel_size=tp_size)
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "in_process"), [(1, 1, True), (2, 1, False), (1, 2, False)]
+)
+def test_one_rank_runs_inside_the_engine_process(tp_size, pp_size, in_process):
+    options = build_options(
+        rollout__tensor_parallel_size=tp_size, rollout__pipeline_parallel_size=pp_size
+    )
     assert ("--distributed-executor-backend" in options) == in_process
 
 
