@@ -367,7 +367,7 @@ class _RecordedTask:
 @contextmanager
 def _recorded_skypilot() -> Iterator[None]:
     """NeMo-Run makes SkyPilot's objects to submit them; a dry run needs what they are made of."""
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         "sky": {},
         "sky.task": {"Task": _RecordedTask},
         "sky.resources": {"Resources": types.SimpleNamespace(from_yaml_config=dict)},

@@ -258,8 +258,8 @@ def run_member(index: int, head: tuple[str, int], run_dir: str) -> int:
     """
     adopt_orphans()
     received: list[int] = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: received.append(signum))
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, lambda signum, frame: received.append(signum))
     peer = _join(head, received)
     if peer is None:
         print(f"stapo: error: no head at {head[0]}:{head[1]}", file=sys.stderr)
