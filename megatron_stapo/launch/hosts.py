@@ -152,6 +152,7 @@ class Head:
         # The members' way to the head is the other hosts' way, too.
         address = self._peers[1].own_address if self._peers else "127.0.0.1"
         hosts[0] = _describe_host(address)
+        print("hosts:", ", ".join(hosts[i].address for i in range(self._num_hosts)), flush=True)
         tasks = self._build_tasks([hosts[i] for i in range(self._num_hosts)])
         for index, peer in self._peers.items():
             peer.send({"tasks": [dataclasses.asdict(task) for task in tasks[index]]})

@@ -124,7 +124,8 @@ def test_ranks_of_two_hosts_form_one_world_and_end_in_success(runs: dict[str, Ru
     seen = run.wait_until_ready()
     exit_code, output = run.wait_until_ended()
     assert (exit_code, [s["sum"] for s in seen], [s["host"] for s in seen]) == (0, [11, 11], [0, 1])
-    assert "starting trainer (ranks: 1)" in output and '["finished"]' in output
+    assert "hosts: 127.0.0.1, 127.0.0.1\nstarting trainer (ranks: 1)" in output
+    assert '["finished"]' in output
 
 
 @needs_networks
