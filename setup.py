@@ -66,5 +66,8 @@ setup(
         "gpu": pin("vllm", "transformer-engine[pytorch,core-cu13]"),
         "dev": pin("pytest", "hypothesis", "ruff", "mypy"),
     },
-    entry_points={"console_scripts": ["stapo = megatron_stapo.cli:main"]},
+    entry_points={
+        "console_scripts": ["stapo = megatron_stapo.cli:main"],
+        "nemo_run.cli": ["stapo = megatron_stapo.launch.nemo_cli"],
+    },
 )

@@ -4,7 +4,11 @@ Importing it is quick: whatever is heavy is imported by the verb that needs it, 
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
+import importlib.util
+import json
 import sys
 import typing
 from collections.abc import Sequence
@@ -19,10 +23,14 @@ from megatron_stapo.config import (
     ParallelConfig,
     check_engine_layout,
     check_model_layout,
+    from_dict,
     list_changes,
+    to_dict,
 )
 from megatron_stapo.evaluation.paper import METHODS, PRESETS, SIX_BENCHMARKS
 from megatron_stapo.recipe import apply_overrides, load_recipe
+
+EXECUTORS = ("local", "slurm", "kubernetes", "skypilot", "docker")
 
 _RECIPE_HELP = "name of a module in recipes/, or path of a .py file"
 
@@ -85,6 +93,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 metavar="group.field=value",
                 help="of the resumed half alone, for example parallel.data_parallel_size=2",
             )
+    _add_launch(verbs.add_parser("launch", help="train a model with a recipe on a cluster"))
+    _add_host(verbs.add_parser("host", help="run a host's part of a launched run"))
     _add_eval(verbs.add_parser("eval", help="measure a model's accuracy on benchmarks"))
     _add_export(verbs.add_parser("export", help="write a checkpoint as a Hugging Face folder"))
     _add_import(verbs.add_parser("import", help="write a Hugging Face folder as a checkpoint"))
@@ -121,6 +131,42 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on with an unfinished run though settings differ from those it began with",
     )
+
+
+def _add_launch(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("recipe", help=_RECIPE_HELP)
+    _add_overrides(verb)
+    verb.add_argument("--executor", choices=EXECUTORS, required=True, help="of NeMo-Run")
+    verb.add_argument(
+        "--executor-file",
+        help="TOML with fields of NeMo-Run's executor, or Python with a function of the "
+        "executor's name; executor.field=value changes single ones",
+    )
+    verb.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="ADDRESS[=COMMAND]",
+        help="with --executor local: a host and the command that runs others on it, for example "
+        "'10.0.0.1=ip netns exec host1'; once for each host",
+    )
+    verb.add_argument("--workdir", help="folder that the nodes share; default: this one")
+    verb.add_argument("--python", help="the nodes' interpreter; default: python3 of the image")
+    verb.add_argument("--port", type=int, help="where the nodes join the first; default: 29450")
+    verb.add_argument(
+        "--dry-run", action="store_true", help="write what would be submitted, and the plan"
+    )
+    verb.add_argument("--out", help="folder for that; default: RUN_DIR.launch, RUN_DIR.hosts")
+    _add_train(verb)
+    verb.set_defaults(run=_launch)
+
+
+def _add_host(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--config", required=True, help="the run's config as JSON")
+    verb.add_argument("--index", type=int, required=True, help="of this host, from 0")
+    verb.add_argument("--head", required=True, help="HOST:PORT of host 0")
+    _add_train(verb)
+    verb.set_defaults(run=_host)
 
 
 def _add_eval(verb: argparse.ArgumentParser) -> None:
@@ -183,6 +229,119 @@ def _train(arguments: argparse.Namespace) -> int:
     from megatron_stapo.launch.training import launch_training
 
     return launch_training(config, notes, fresh=arguments.fresh, changed=arguments.changed)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    words = [w for w in arguments.overrides if w.startswith("executor.")]
+    overrides = [w for w in arguments.overrides if w not in words]
+    config = apply_overrides(load_recipe(arguments.recipe), overrides)
+    from megatron_stapo.launch.placement import build_process_table
+
+    table = build_process_table(config)
+    if (Path(config.model.path) / "config.json").is_file():  # it may be on the nodes alone
+        check_model_layout(config)
+    folder = Path(arguments.out or f"{config.run_dir.rstrip('/')}.launch")
+    if arguments.executor == "local":
+        return _launch_here(arguments, config, words, folder)
+    for option in ("fresh", "host"):
+        if getattr(arguments, option):
+            why = (
+                "a requeued job would begin anew every time"
+                if option == "fresh"
+                else "the cluster chooses the hosts"
+            )
+            raise ValueError(f"--{option}: not with --executor {arguments.executor}: {why}.")
+    from megatron_stapo.launch.cluster import HEAD_PORT, Node, submit, write_dry_run
+    from megatron_stapo.launch.executors import build_executor
+
+    executor = build_executor(
+        arguments.executor,
+        arguments.executor_file,
+        [word.removeprefix("executor.") for word in words],
+        offline=arguments.dry_run,
+    )
+    node = Node(
+        workdir=arguments.workdir or str(Path.cwd()),
+        python=arguments.python or "",
+        port=arguments.port or HEAD_PORT,
+        changed=arguments.changed,
+    )
+    if not arguments.dry_run:
+        return submit(config, executor, node)
+    files = write_dry_run(config, executor, node, folder)
+    print(f"{len(table)} processes; wrote {', '.join(map(str, files))}")
+    return _write_plan(arguments.recipe, overrides, config, folder)
+
+
+def _launch_here(
+    arguments: argparse.Namespace, config: Config, words: Sequence[str], folder: Path
+) -> int:
+    """`stapo launch --executor local`: everything on this machine, which may play several hosts."""
+    if words or arguments.executor_file:
+        raise ValueError(
+            f"{words[0] if words else '--executor-file'}: --executor local has no settings."
+        )
+    from megatron_stapo.launch.local_hosts import launch_on_hosts, parse_host
+    from megatron_stapo.launch.placement import (
+        build_process_table,
+        count_hosts,
+        format_process_table,
+    )
+    from megatron_stapo.launch.tasks import find_free_ports
+
+    hosts = [parse_host(text) for text in arguments.host]
+    table = build_process_table(config)
+    if hosts and len(hosts) != count_hosts(table):
+        raise ValueError(
+            f"--host: given {len(hosts)} times, and the layout takes {count_hosts(table)} hosts of "
+            f"cluster.num_gpus_per_node={config.cluster.num_gpus_per_node}; give one for each."
+        )
+    if arguments.dry_run:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "process_table.txt").write_text(format_process_table(table))
+        print(f"{len(table)} processes; wrote {folder / 'process_table.txt'}")
+        overrides = [w for w in arguments.overrides if not w.startswith("executor.")]
+        return _write_plan(arguments.recipe, overrides, config, folder)
+    if not hosts:
+        return _train(arguments)
+    check_inputs(config)
+    head = f"{hosts[0].address}:{arguments.port or find_free_ports(1)[0]}"
+    command = [sys.executable, "-m", "megatron_stapo.cli", "host", "--head", head]
+    command += ["--config", json.dumps(to_dict(config))]
+    command += [f"--{name}" for name in ("fresh", "changed") if getattr(arguments, name)]
+    folder = Path(arguments.out or f"{config.run_dir.rstrip('/')}.hosts")
+    return launch_on_hosts(hosts, folder, lambda index: [*command, "--index", str(index)])
+
+
+def _write_plan(recipe: str, overrides: Sequence[str], config: Config, folder: Path) -> int:
+    """What `stapo plan` says of a run on GPUs, beside what a dry run has written."""
+    if config.parallel.device != "cuda" or not importlib.util.find_spec("megatron_stapo.plan"):
+        return 0
+    with (folder / "plan.txt").open("w") as file, contextlib.redirect_stdout(file):
+        return main(["plan", recipe, *overrides])
+
+
+def _host(arguments: argparse.Namespace) -> int:
+    config = from_dict(json.loads(arguments.config))
+    address, _, port = arguments.head.rpartition(":")
+    from megatron_stapo.launch.hosts import Head, run_member
+
+    if arguments.index:
+        return run_member(arguments.index, (address, int(port)), config.run_dir)
+    from megatron_stapo.launch.placement import build_process_table, count_hosts
+    from megatron_stapo.launch.tasks import build_host_tasks
+    from megatron_stapo.launch.training import launch_training
+
+    notes = check_inputs(config)
+    head = Head(
+        count_hosts(build_process_table(config)),
+        int(port),
+        config.run_dir,
+        functools.partial(build_host_tasks, config),
+    )
+    return launch_training(
+        config, notes, fresh=arguments.fresh, changed=arguments.changed, head=head
+    )
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ LEVELS = [
     {"driver"},
     {"train"},
     {"verify"},
-    {"launch", "recipe"},
+    {"recipe"},
+    {"launch"},
     {"cli"},
 ]
 LIBRARIES = {

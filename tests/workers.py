@@ -817,3 +817,16 @@ def run_failing_saves(config: Config, run_dir: Path, full: str) -> dict[str, Any
             "error": error,
             "finish": checkpointer.finish(7),
         }
+
+
+def report_coordinates(config: Config) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """(tp, cp, ep, dp, pp) of this rank, and `Groups.cells`."""
+    with joined_world(config) as groups:
+        coordinates = (
+            groups.tp_rank,
+            groups.cp_rank,
+            groups.ep_rank,
+            groups.dp_rank,
+            groups.pp_rank,
+        )
+        return coordinates, groups.cells

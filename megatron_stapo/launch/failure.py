@@ -74,7 +74,8 @@ def _describe_trainer(exit_code: int, logs: Path) -> tuple[str, Path]:
     torchrun_log = logs / "torchrun.log"
     failures = [
         (int(match["rank"]), int(match["exit_code"]))
-        for match in _TORCHRUN_FAILURE.finditer("\n".join(_read_lines(torchrun_log)))
+        for log in sorted(logs.glob("torchrun*.log"))  # one for each host
+        for match in _TORCHRUN_FAILURE.finditer("\n".join(_read_lines(log)))
     ]
     if not failures:
         what = f"torchrun, the parent of the trainer's ranks, {_describe_exit(exit_code)}"

@@ -2,34 +2,33 @@
 
 Two processes share the work. This one, the launcher, has the console and the run folder; its child
 (`launch.local`) has NeMo-Run and the tasks. Both adopt orphans, and each ends the run when the
-other is gone, so that SIGKILL of either, of torchrun or of a server leaves nothing behind.
+other is gone, so that SIGKILL of either, of torchrun or of a server leaves nothing behind. On
+several hosts the launcher is on the first, and `hosts` joins it with a member on each other.
 """
 
-import dataclasses
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_stapo.checkpoint.folder import replace_durably
 from megatron_stapo.checkpoint.stop import STOP_FILE, request_stop
 from megatron_stapo.config import Config, to_dict
 from megatron_stapo.launch.console import outlive_console
+from megatron_stapo.launch.experiment import SUCCEEDED, read_outcome, start_experiment
 from megatron_stapo.launch.failure import describe_failure
+from megatron_stapo.launch.hosts import Head
 from megatron_stapo.launch.run_folder import claim_run_folder
-from megatron_stapo.launch.tasks import LOGS_FOLDER, OUTCOME_FILE, Task
+from megatron_stapo.launch.tasks import LOGS_FOLDER, Task
 from megatron_stapo.observability.progress import ProgressPrinter
 from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 _POLL_S = 0.2
-_SUCCEEDED = "SUCCEEDED"  # torchx's name
 # NeMo-Run gives each task ten seconds between SIGTERM and SIGKILL, one after the other.
 _STOP_TIMEOUT_PER_TASK_S = 10.0
 
@@ -53,16 +52,18 @@ def launch(
     *,
     goes_on: Callable[[Path], bool] = lambda run_dir: False,
     stop_timeout_s: float = 0.0,
+    head: Head | None = None,
 ) -> int:
     """Run the tasks, show their progress, and report.
 
     Args:
         config: saved as config.json in its run folder, where the tasks read it.
-        tasks: of `build_tasks`; the run succeeds when the last one does.
+        tasks: of `build_tasks`; the run succeeds when the last one does. With a head: none.
         report: called at the end; what it returns is printed.
         notes: printed first, a line each.
         goes_on: whether this run continues the one that the folder holds.
         stop_timeout_s: seconds that the tasks have to save and end after a first signal.
+        head: joins the other hosts, and knows the tasks of each.
 
     Returns:
         Exit code: 0 finished, 1 failed, 130 after SIGINT, 143 after SIGTERM or a stop file,
@@ -76,7 +77,7 @@ def launch(
     with (
         outlive_console(),
         claim_run_folder(run_dir, goes_on) as lock,
-        _record_signals() as received,
+        record_signals() as received,
     ):
         (run_dir / LOGS_FOLDER).mkdir()
         replace_durably(
@@ -84,21 +85,27 @@ def launch(
         )
         start_s = time.monotonic()
         progress = ProgressPrinter(run_dir, config.num_steps)
+        for note in notes:
+            print(note)
+        if head:
+            tasks = head.assemble(received)
         names = " and ".join(
             f"{task.name} (ranks: {task.num_ranks})" if task.num_ranks else task.name
             for task in tasks
         )
-        for note in notes:
-            print(note)
-        print(f"starting {names}; logs in {run_dir / LOGS_FOLDER}/", flush=True)
-        experiment_exit_code = _run_experiment(
-            tasks, run_dir, lock, received, progress, stop_timeout_s
-        )
-        outcome = _read_outcome(run_dir)
+        outcome, experiment_exit_code = None, None
+        if tasks:
+            print(f"starting {names}; logs in {run_dir / LOGS_FOLDER}/", flush=True)
+            experiment_exit_code = _run_experiment(
+                tasks, run_dir, lock, received, progress, stop_timeout_s, head
+            )
+            outcome = read_outcome(run_dir)
+        if head:
+            outcome = head.conclude(outcome)
         status: Literal["finished", "failed", "interrupted"]
         # A run that comes to its end takes the wish to stop back.
         was_stopped = (run_dir / STOP_FILE).exists()
-        has_succeeded = bool(outcome) and outcome.get(tasks[-1].name, {}).get("state") == _SUCCEEDED
+        has_succeeded = bool(outcome) and outcome.get(tasks[-1].name, {}).get("state") == SUCCEEDED
         if has_succeeded and not was_stopped:
             status, reason, exit_code = "finished", "", 0
         elif received or has_succeeded:
@@ -108,7 +115,10 @@ def launch(
             print(f"stapo: {reason}", file=sys.stderr)
         else:
             status, exit_code = "failed", 1
-            reason, details = describe_failure(outcome, experiment_exit_code, run_dir)
+            if head and head.failure:
+                reason, details = head.failure, f"logs are in {run_dir / LOGS_FOLDER}/"
+            else:
+                reason, details = describe_failure(outcome, experiment_exit_code, run_dir)
             print(f"stapo: error: {reason}\n{details}", file=sys.stderr)
         ending = Ending(status=status, reason=reason, total_s=time.monotonic() - start_s)
         print(report(ending), flush=True)
@@ -116,7 +126,7 @@ def launch(
 
 
 @contextmanager
-def _record_signals() -> Iterator[list[int]]:
+def record_signals() -> Iterator[list[int]]:
     """Collect signals that ask for an end in a list, so that they end the run in order and not
     anywhere. What the launcher's parent has it ignore, as nohup does SIGHUP, stays ignored."""
     received: list[int] = []
@@ -136,9 +146,10 @@ def _run_experiment(
     tasks: Sequence[Task],
     run_dir: Path,
     lock: int,
-    received: Sequence[int],
+    received: list[int],
     progress: ProgressPrinter,
     stop_timeout_s: float,
+    head: Head | None,
 ) -> int:
     """Run the experiment's process to its end, or to the end that a signal asks for.
 
@@ -146,37 +157,23 @@ def _run_experiment(
         Its exit code. No process of the run is left.
     """
     adopt_orphans()
-    home = run_dir / "nemo_run"
-    with open(run_dir / LOGS_FOLDER / "nemo_run.log", "wb") as log:
-        # A session of its own keeps the terminal's Ctrl-C from it: the launcher decides.
-        # With the lock's descriptor, the folder stays claimed until both processes are gone.
-        experiment = subprocess.Popen(
-            [sys.executable, "-m", "megatron_stapo.launch.local", str(run_dir), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"NEMORUN_HOME": str(home.absolute())},
-            start_new_session=True,
-            pass_fds=[lock],
-        )
+    # With the lock's descriptor, the folder stays claimed until both processes are gone.
+    experiment = start_experiment(tasks, run_dir, pass_fds=[lock])
     try:
-        with experiment.stdin as stdin:  # type: ignore[union-attr]
-            stdin.write(json.dumps([dataclasses.asdict(task) for task in tasks]).encode())
-        while experiment.poll() is None and not received:
+        while experiment.poll() is None and not received and not (head and head.must_end()):
             progress.print_new()
             time.sleep(_POLL_S)
 
         def wait_for_end(timeout_s: float) -> None:
             deadline_s = time.monotonic() + timeout_s
-            while (
-                experiment.poll() is None and len(received) == 1 and time.monotonic() < deadline_s
-            ):
+            while experiment.poll() is None and len(received) < 2 and time.monotonic() < deadline_s:
                 progress.print_new()
                 time.sleep(_POLL_S)
 
         progress.print_new()
         # Before a step has ended there is nothing to save.
-        if experiment.poll() is None and stop_timeout_s and progress.num_steps_shown:
+        must_save = received and stop_timeout_s and progress.num_steps_shown
+        if experiment.poll() is None and must_save:
             print(
                 f"saving, for at most {stop_timeout_s:.0f} s; a second signal stops at once",
                 flush=True,
@@ -192,8 +189,3 @@ def _run_experiment(
     finally:
         kill_descendants()
     return experiment.wait()
-
-
-def _read_outcome(run_dir: Path) -> dict[str, dict[str, Any]] | None:
-    path = run_dir / OUTCOME_FILE
-    return json.loads(path.read_text()) if path.exists() else None

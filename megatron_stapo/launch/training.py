@@ -6,13 +6,19 @@ from pathlib import Path
 
 from megatron_stapo.checkpoint.folder import list_checkpoints, parse_step, read_config
 from megatron_stapo.config import Config, list_changes
+from megatron_stapo.launch.hosts import Head
 from megatron_stapo.launch.supervisor import Ending, launch
 from megatron_stapo.launch.tasks import build_tasks
 from megatron_stapo.observability.summary import SUMMARY_FILE, format_summary, write_summary
 
 
 def launch_training(
-    config: Config, notes: Sequence[str], *, fresh: bool = False, changed: bool = False
+    config: Config,
+    notes: Sequence[str],
+    *,
+    fresh: bool = False,
+    changed: bool = False,
+    head: Head | None = None,
 ) -> int:
     """Start the run or go on with it, write summary.json and curves.png, print the closing lines.
 
@@ -20,6 +26,7 @@ def launch_training(
         notes: printed first, a line each.
         fresh: begin at step 0, and set an unfinished run aside.
         changed: go on with settings that differ from those the run began with.
+        head: of a run on several hosts; None runs everything on this machine.
 
     Returns:
         Exit code, as `launch`.
@@ -47,11 +54,12 @@ def launch_training(
 
     return launch(
         config,
-        build_tasks(config),
+        () if head else build_tasks(config),
         report,
         notes,
         goes_on=goes_on,
         stop_timeout_s=config.checkpoint.stop_timeout_s,
+        head=head,
     )
 
 

@@ -14,7 +14,12 @@ from megatron_stapo.config import (
     ParallelConfig,
 )
 from megatron_stapo.launch import Task, build_tasks
-from megatron_stapo.launch.tasks import build_evaluation_tasks, build_script
+from megatron_stapo.launch.tasks import (
+    Host,
+    build_evaluation_tasks,
+    build_host_tasks,
+    build_script,
+)
 from megatron_stapo.rollout.vllm_server import build_server_arguments
 
 
@@ -102,3 +107,38 @@ def test_the_engine_holds_the_longest_sequence_of_training_or_evaluation(config:
     assert find_length(config) == str(1024 + 15360)
     evaluation = EvaluationConfig(benchmarks=("aime24",), max_response_tokens=20480)
     assert find_length(replace(config, evaluation=evaluation)) == str(1024 + 20480)
+
+
+def test_every_host_gets_its_torchrun_and_its_engines_with_gpus_of_their_own(
+    config: Config,
+) -> None:
+    config = replace(
+        config,
+        parallel=ParallelConfig(data_parallel_size=12),
+        rollout=replace(config.rollout, num_engines=3, tensor_parallel_size=4),
+    )
+    hosts = [
+        Host(address=f"10.0.0.{n}", interface=f"eth{n}", ports=[n * 100, n * 100 + 1])
+        for n in (1, 2, 3)
+    ]
+    first, second, third = build_host_tasks(config, hosts)
+    urls = ["http://10.0.0.2:200", "http://10.0.0.3:300", "http://10.0.0.3:301"]
+    assert [task.name for task in second] == ["engine_0", "trainer"]
+    assert [task.name for task in third] == ["engine_1", "engine_2"]
+    (trainer,) = first
+    expected = ["-m", "megatron_stapo.train", "--run-dir", "runs/base"]
+    expected += [word for url in urls for word in ("--engine-url", url)]
+    assert trainer.argv[1:] == expected == second[1].argv[1:]
+    for rank, (task, num_ranks) in enumerate([(trainer, 8), (second[1], 4)]):
+        assert (task.num_ranks, task.num_hosts, task.host_rank) == (num_ranks, 2, rank)
+        assert task.master == "10.0.0.1:100"
+        assert task.env["GLOO_SOCKET_IFNAME"] == f"eth{rank + 1}"
+    engines = [second[0], *third]
+    visible = [engine.env["CUDA_VISIBLE_DEVICES"] for engine in engines]
+    assert visible == ["4,5,6,7", "0,1,2,3", "4,5,6,7"]
+    for index, engine in enumerate(engines):
+        address, _, port = urls[index].removeprefix("http://").partition(":")
+        assert engine.argv[1:] == [
+            *["-m", "megatron_stapo.rollout.engine_host", "--run-dir", "runs/base"],
+            *["--index", str(index), "--host", address, "--port", port],
+        ]

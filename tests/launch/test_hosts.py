@@ -1,0 +1,165 @@
+"""Two hosts, each with its own network where this machine allows it: one outcome, nothing left.
+
+Everything is real but the trainer, a single all-reduce over gloo: NeMo-Run starts the hosts, they
+find each other over TCP, and NeMo-Run starts a torchrun on each.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.test_launch import ENVIRONMENT, START_TIMEOUT_S, is_running, wait_until
+
+STAND_IN_HOSTS = Path(__file__).with_name("stand_in_hosts.py")
+# A cut network is noticed after 5 s, and torchrun and its rank have ten each to end.
+END_TIMEOUT_S = 60
+LOOPBACK = ["127.0.0.1", "127.0.0.1"]
+
+
+def can_make_networks() -> bool:
+    """Root with the capability, and iproute2."""
+    if os.geteuid() or not shutil.which("ip"):
+        return False
+    made = subprocess.run(["ip", "netns", "add", "stapo_probe"], capture_output=True)
+    subprocess.run(["ip", "netns", "del", "stapo_probe"], capture_output=True)
+    return made.returncode == 0
+
+
+needs_networks = pytest.mark.skipif(
+    not can_make_networks(), reason="makes network namespaces, which takes root and iproute2"
+)
+
+
+@pytest.fixture(scope="module")
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces on a cable of their own, as words for the stand-in."""
+    names = [f"stapo{os.getpid()}{end}" for end in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    for name in names:
+        ip("netns", "add", name)
+    ip(
+        "link",
+        "add",
+        "cable",
+        "netns",
+        names[0],
+        "type",
+        "veth",
+        "peer",
+        "cable",
+        "netns",
+        names[1],
+    )
+    for number, name in enumerate(names, start=1):
+        ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
+        for device in ("lo", "cable"):
+            ip("-n", name, "link", "set", device, "up")
+    yield [f"10.77.0.{n}=ip netns exec {name}" for n, name in enumerate(names, start=1)]
+    for name in names:
+        ip("netns", "del", name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
+    """The runs, all started together; each test ends one of them."""
+    hosts = {"succeed": LOOPBACK, "signalled": LOOPBACK}
+    if can_make_networks():
+        networks = request.getfixturevalue("networks")
+        hosts |= {"raise": networks, "cut": networks}
+    folder = tmp_path_factory.mktemp("hosts")
+    runs = {name: start(folder / name, name, hosts) for name, hosts in hosts.items()}
+    yield runs
+    for run in runs.values():
+        run.launcher.kill()
+        run.launcher.communicate()
+
+
+@dataclass
+class Run:
+    run_dir: Path
+    launcher: subprocess.Popen[str]
+
+    def wait_until_ready(self) -> list[dict]:
+        """What the ranks have seen."""
+        files = [self.run_dir / f"ready_{rank}" for rank in range(2)]
+        wait_until(lambda: all(f.exists() for f in files), START_TIMEOUT_S, f"{self.run_dir} is up")
+        return [json.loads(file.read_text()) for file in files]
+
+    def wait_until_ended(self) -> tuple[int, str]:
+        """Exit code and output, once no process of any host is left."""
+        processes = psutil.Process(self.launcher.pid).children(recursive=True)
+        stdout, stderr = self.launcher.communicate(timeout=END_TIMEOUT_S)
+        wait_until(lambda: not any(map(is_running, processes)), END_TIMEOUT_S, "no process is left")
+        return self.launcher.returncode, stdout + stderr
+
+
+def start(run_dir: Path, what: str, hosts: list[str]) -> Run:
+    launcher = subprocess.Popen(
+        [sys.executable, str(STAND_IN_HOSTS), str(run_dir), what, *hosts],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # As on the second node of a Slurm job, where NeMo-Run would write no experiment.
+        env=ENVIRONMENT | {"SLURM_PROCID": "1"},
+        start_new_session=True,
+    )
+    return Run(run_dir, launcher)
+
+
+def test_ranks_of_two_hosts_form_one_world_and_end_in_success(runs: dict[str, Run]) -> None:
+    run = runs["succeed"]
+    seen = run.wait_until_ready()
+    exit_code, output = run.wait_until_ended()
+    assert (exit_code, [s["sum"] for s in seen], [s["host"] for s in seen]) == (0, [11, 11], [0, 1])
+    assert "hosts: 127.0.0.1, 127.0.0.1\nstarting trainer (ranks: 1)" in output
+    assert '["finished"]' in output
+
+
+@needs_networks
+def test_a_rank_that_raises_on_another_host_is_named(runs: dict[str, Run]) -> None:
+    run = runs["raise"]
+    # Gloo goes over the cable, not over a loopback interface that each network has of its own.
+    addresses = [seen["addresses"][0] for seen in run.wait_until_ready()]
+    assert addresses == ["10.77.0.1", "10.77.0.2"]
+    exit_code, output = run.wait_until_ended()
+    error = "trainer rank 1 ended with exit code 1: ArithmeticError: the stand-in fails\n"
+    assert exit_code == 1 and output.count("stapo: error:") == 1
+    assert f"stapo: error: {error}" in output and '["failed"]' in output
+
+
+def test_a_signal_ends_every_host_in_order(runs: dict[str, Run]) -> None:
+    run = runs["signalled"]
+    run.wait_until_ready()
+    run.launcher.send_signal(signal.SIGTERM)
+    exit_code, output = run.wait_until_ended()
+    assert exit_code == 128 + signal.SIGTERM
+    assert "stapo: stopped by SIGTERM." in output and '["interrupted"]' in output
+
+
+# The last one: the cable is the other run's, too.
+@needs_networks
+def test_a_host_that_is_cut_off_is_named_and_every_rank_ends(
+    runs: dict[str, Run], networks: list[str]
+) -> None:
+    run = runs["cut"]
+    run.wait_until_ready()
+    namespace = networks[1].split()[-1]
+    subprocess.run(["ip", "-n", namespace, "link", "set", "cable", "down"], check=True)
+    start_s = time.monotonic()
+    exit_code, output = run.wait_until_ended()
+    assert exit_code == 1 and time.monotonic() - start_s < END_TIMEOUT_S
+    assert "stapo: error: host 1 (10.77.0.2) is lost" in output
+    assert output.count("stapo: error: ") == 1
