@@ -50,6 +50,6 @@ RUN apt-get update \
     && install --directory --owner=stapo /workspace
 COPY --from=build /opt/stapo /opt/stapo
 ENV PATH=/opt/stapo/bin:$PATH
-USER stapo
+USER 10001
 WORKDIR /workspace
 CMD ["stapo", "--help"]

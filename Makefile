@@ -32,7 +32,7 @@ lock: .venv/ready ## resolve the version table of setup.py again
 		--python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
 		--output-file tools/requirements-cpu.txt
 	$(BIN)/uv pip compile setup.py --extra gpu --python $(BIN)/python \
-		--python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
+		--python-platform x86_64-manylinux_2_39 --no-annotate --no-header \
 		--output-file tools/requirements-gpu.txt
 
 clean: ## remove the environment; runs stay

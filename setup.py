@@ -1,8 +1,8 @@
 """Package metadata, and the one version table of the project.
 
-`VERSIONS` serves the CPU and the GPU stack alike. `make lock` resolves its closures:
-`tools/requirements-cpu.txt`, installed by `make`, and `tools/requirements-gpu.txt`, the extra `gpu`,
-installed by the Dockerfile.
+`VERSIONS` serves the CPU and the GPU stack alike. `make lock` resolves its closures, which
+`tools/requirements-cpu.txt` holds for `make` and `tools/requirements-gpu.txt`, of the extra `gpu`,
+for the Dockerfile.
 """
 
 from setuptools import find_packages, setup

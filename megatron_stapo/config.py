@@ -180,8 +180,9 @@ class PrecisionConfig:
     num_last_layers_bf16: int = 1
     """With fp8: layers at the end that do."""
     match_engine: bool = True
-    """Round where vLLM rounds: rope and the activation of the MLP unfused, the router's logits in
-    float32. False takes the fused kernels, which keep their intermediates in other formats."""
+    """Round where vLLM rounds: rope and the activation of the MLP unfused, the router in float32.
+    False takes the fused kernels, which keep intermediates in other formats, and a bfloat16
+    router."""
     max_logprob_gap: float = 0.05
     """Limit of logprob_gap_mean, nats: the mean of |log p of the trainer - log p of the engine|
     over a step's response tokens. Beyond it FP8 training goes on in bfloat16, and a run without FP8

@@ -1,5 +1,7 @@
+import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,14 @@ def test_the_config_reaches_the_server():
     assert options["--kv-cache-memory-bytes"] == str(1 << 20)
     assert options["--logprobs-mode"] == "processed_logprobs"
     assert "--quantization" not in options
+
+
+def test_fp8_leaves_the_router_of_a_mixture_as_it_is():
+    options = build_options(model__dtype="bfloat16", rollout__quantization="fp8")
+    assert options["--quantization"] == "fp8_per_block"
+    ignored = json.loads(options["--quantization-config"])["ignore"]
+    names = ["model.layers.3.mlp.gate", "model.layers.3.mlp.gate_up_proj", "model.layers.3.mlp"]
+    assert [any(fnmatch(name, i) for i in ignored) for name in names] == [True, False, False]
 
 
 def test_a_gpu_decides_its_own_cache_and_compiles():
