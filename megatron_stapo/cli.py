@@ -4,10 +4,8 @@ Importing it is quick: whatever is heavy is imported by the verb that needs it, 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import sys
 import typing
@@ -23,11 +21,13 @@ from megatron_stapo.config import (
     ParallelConfig,
     check_engine_layout,
     check_model_layout,
+    find_model_json,
     from_dict,
     list_changes,
     to_dict,
 )
 from megatron_stapo.evaluation.paper import METHODS, PRESETS, SIX_BENCHMARKS
+from megatron_stapo.published_models import PUBLISHED
 from megatron_stapo.recipe import apply_overrides, load_recipe
 
 EXECUTORS = ("local", "slurm", "kubernetes", "skypilot", "docker")
@@ -238,8 +238,9 @@ def _launch(arguments: argparse.Namespace) -> int:
     from megatron_stapo.launch.placement import build_process_table
 
     table = build_process_table(config)
-    if (Path(config.model.path) / "config.json").is_file():  # it may be on the nodes alone
-        check_model_layout(config)
+    if Path(config.model.path).exists() or Path(config.model.path).name in PUBLISHED:
+        # Else its folder may be on the nodes alone.
+        check_model_layout(config, find_model_json(config.model.path))
     folder = Path(arguments.out or f"{config.run_dir.rstrip('/')}.launch")
     if arguments.executor == "local":
         return _launch_here(arguments, config, words, folder)
@@ -270,7 +271,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         return submit(config, executor, node)
     files = write_dry_run(config, executor, node, folder)
     print(f"{len(table)} processes; wrote {', '.join(map(str, files))}")
-    return _write_plan(arguments.recipe, overrides, config, folder)
+    return _write_plan(config, folder)
 
 
 def _launch_here(
@@ -300,8 +301,7 @@ def _launch_here(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "process_table.txt").write_text(format_process_table(table))
         print(f"{len(table)} processes; wrote {folder / 'process_table.txt'}")
-        overrides = [w for w in arguments.overrides if not w.startswith("executor.")]
-        return _write_plan(arguments.recipe, overrides, config, folder)
+        return _write_plan(config, folder)
     if not hosts:
         return _train(arguments)
     check_inputs(config)
@@ -313,12 +313,13 @@ def _launch_here(
     return launch_on_hosts(hosts, folder, lambda index: [*command, "--index", str(index)])
 
 
-def _write_plan(recipe: str, overrides: Sequence[str], config: Config, folder: Path) -> int:
+def _write_plan(config: Config, folder: Path) -> int:
     """What `stapo plan` says of a run on GPUs, beside what a dry run has written."""
-    if config.parallel.device != "cuda" or not importlib.util.find_spec("megatron_stapo.plan"):
-        return 0
-    with (folder / "plan.txt").open("w") as file, contextlib.redirect_stdout(file):
-        return main(["plan", recipe, *overrides])
+    if config.parallel.device == "cuda":
+        from megatron_stapo.plan import build_plan, format_plan
+
+        (folder / "plan.txt").write_text(format_plan(build_plan(config)) + "\n")
+    return 0
 
 
 def _host(arguments: argparse.Namespace) -> int:

@@ -94,6 +94,7 @@ class Problem:
                 num_microbatches,
                 config.model.dtype,
                 has_reference=config.algorithm.kl_coef > 0,
+                fp8_layer_frac=self.fp8_layer_frac,
             ),
             time=compute_training_time(
                 self.shape,
@@ -103,6 +104,7 @@ class Problem:
                 self.accelerator,
                 config.cluster.num_gpus_per_node,
                 config.model.dtype,
+                self.fp8_layer_frac,
             ),
         )
 
@@ -127,6 +129,7 @@ class Problem:
             pipeline_parallel_size=rollout.pipeline_parallel_size,
             max_num_seqs=rollout.max_num_seqs,
             kv_tokens=memory.kv_tokens,
+            layer_weight_bytes=1 if rollout.quantization == "fp8" else 2,
         )
 
     def combine(self, trainer: TrainerEstimate, engines: EngineEstimate) -> Estimate:
@@ -143,6 +146,15 @@ class Problem:
                 self.accelerator,
             ),
         )
+
+    @property
+    def fp8_layer_frac(self) -> float:
+        """Layers whose products the trainer computes in FP8, of all."""
+        precision = self.config.precision
+        if precision.fp8 == "none":
+            return 0.0
+        kept = precision.num_first_layers_bf16 + precision.num_last_layers_bf16
+        return 1 - kept / self.shape.num_layers
 
     @property
     def num_weight_bytes(self) -> int:

@@ -194,7 +194,8 @@ def compute_engine_memory(
     body = shape.num_params - (1 if shape.is_tied else 2) * table
     # Embedding and head lie on the first and the last stage.
     tables = table if pp > 1 or shape.is_tied else 2 * table
-    weights = 2 * scale * (body / pp + tables) / tp
+    layer_weight_bytes = 1 if rollout.quantization == "fp8" else 2 * scale
+    weights = (layer_weight_bytes * body / pp + 2 * scale * tables) / tp
     widest = max(4 * shape.ffn_size, 4 * shape.num_experts_per_token * shape.expert_ffn_size)
     activations = ENGINE_BATCHED_TOKENS * scale * (8 * shape.hidden_size + widest / tp)
     # Logits of every sequence over the whole vocabulary, their softmax and logarithm, in float32.

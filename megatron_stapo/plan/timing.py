@@ -184,6 +184,7 @@ def compute_rollout_time(
     pipeline_parallel_size: int,
     max_num_seqs: int,
     kv_tokens: float,
+    layer_weight_bytes: int = 2,
 ) -> RolloutTime:
     """Seconds until the last sequence of the slowest engine ends.
 
@@ -194,6 +195,8 @@ def compute_rollout_time(
 
     Args:
         kv_tokens: of an engine.
+        layer_weight_bytes: of a parameter of a layer; 1 in FP8, whose products are not taken for
+            faster: decoding waits for bandwidth.
     """
     count = math.ceil(workload.num_sequences / num_engines)
     deviation = pstdev(workload.response_tokens) / math.sqrt(count)
@@ -206,8 +209,8 @@ def compute_rollout_time(
     limit = max(1, min(max_num_seqs, fitting))
     tp, pp = tensor_parallel_size, pipeline_parallel_size
     body = shape.num_layers * (shape.cut_layer_params + shape.whole_layer_params)
-    kept = 2 * (body + shape.embedding_params)
-    experts = 2 * shape.num_layers * shape.expert_layer_params
+    kept = layer_weight_bytes * body + 2 * shape.embedding_params
+    experts = layer_weight_bytes * shape.num_layers * shape.expert_layer_params
     active = body + shape.embedding_params + shape.num_layers * shape.active_expert_layer_params
     rank_bandwidth = tp * accelerator.hbm_bytes_per_s * HBM_EFFICIENCY
     rank_flops = tp * accelerator.bf16_flops * accelerator.gemm_efficiency

@@ -192,3 +192,21 @@ def test_the_same_layout_on_another_accelerator_may_not_fit():
     assert not isinstance(plan.others["h20"], str)
     large = build_plan(load_recipe("qwen3_235b_a22b_stapo"))
     assert set(large.others) == {"h20", "h20_141", "h100", "h200"}
+
+
+def test_fp8_takes_memory_and_gives_time():
+    bf16, fp8 = (build_plan(change(*words)).estimate for words in ([], ["precision.fp8=blockwise"]))
+    # 38 of 40 layers, two bytes a parameter, over TP4.
+    layer = 5120 * (2 * 5120 + 2 * 1024) + 3 * 5120 * 17_408
+    assert fp8.trainer.memory.parts["FP8 weights"] == pytest.approx(38 * layer * 2 / 4)
+    assert bf16.trainer.memory.parts["FP8 weights"] == 0
+    for phase in ("score", "update"):
+        assert 0.5 * bf16.phases[phase] < fp8.phases[phase] < 0.8 * bf16.phases[phase]
+
+
+def test_an_engine_in_fp8_has_more_cache_and_reads_less():
+    bf16, fp8 = (
+        build_plan(change(*words)).estimate for words in ([], ["rollout.quantization=fp8"])
+    )
+    assert fp8.engines.memory.kv_tokens > bf16.engines.memory.kv_tokens
+    assert fp8.phases["rollout"] < bf16.phases["rollout"]
