@@ -16,6 +16,7 @@ from megatron_stapo.evaluation.evaluate import (
 )
 from megatron_stapo.evaluation.report import format_results, read_results
 from megatron_stapo.evaluation.samples import Sample
+from megatron_stapo.published_models import PUBLISHED
 from megatron_stapo.rewards.judge import Judge
 from megatron_stapo.types import Rollout, RolloutGroup
 from tests.workers import build_config
@@ -69,7 +70,7 @@ def config(tmp_path, source, tokenizer_folder):
     model.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (model / name).write_bytes((type(source)(tokenizer_folder) / name).read_bytes())
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 48}))
+    (model / "config.json").write_text(json.dumps({**PUBLISHED["Qwen3-0.6B"], "hidden_size": 48}))
     config = build_config(
         model, data__prompt_suffix="", data__max_prompt_tokens=80, data__max_microbatch_tokens=200
     )

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from megatron_stapo.published_models import PUBLISHED
 from megatron_stapo.rollout import EngineDiedError, compute_request_seed
 from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine
@@ -81,7 +82,7 @@ class Servers:
 
 @pytest.fixture
 def build_pool(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["Qwen3-0.6B"], "vocab_size": 10}))
     with ExitStack() as stack:
 
         def build(num_engines, **changes):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stapo.published_models import PUBLISHED
 from megatron_stapo.rollout import compute_request_seed
 from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine, parse_choices
@@ -140,7 +141,7 @@ def server():
 
 
 def build_engine(tmp_path, url, **changes):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 10}))
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["Qwen3-0.6B"], "vocab_size": 10}))
     config = build_config(
         tmp_path, **{"rollout__request_timeout_s": 1, "rollout__start_timeout_s": 1, **changes}
     )
