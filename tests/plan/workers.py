@@ -62,7 +62,7 @@ def measure_mlp_activations(config: Config, num_tokens: int) -> int:
     with joined_world(config) as groups:
         from megatron_stapo.model.qwen3 import build_model
 
-        (model,) = build_model(config.model, config.parallel, groups)
+        (model,) = build_model(config.model, config.parallel, config.precision, groups)
         mlp = model.decoder.layers[0].mlp
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         saved = {}
