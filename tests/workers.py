@@ -433,14 +433,17 @@ def _break_trainer(breakage: str, groups: Any, patch: pytest.MonkeyPatch) -> Non
 
     pack = ranks.pack
 
-    def pack_unshifted(*args: Any) -> Any:
-        packed = pack(*args)
+    def pack_unshifted(*args: Any, **options: Any) -> Any:
+        packed = pack(*args, **options)
         for m in packed[-1][0].microbatches:
             m.token_ids_T = m.token_ids_T.roll(1)
         return packed
 
-    def pack_everything(rollouts: Any, size: int, budget: int, parallel: Any) -> Any:
-        [whole] = pack(rollouts, size, budget, dataclasses.replace(parallel, data_parallel_size=1))
+    def pack_everything(
+        rollouts: Any, size: int, budget: int, parallel: Any, **options: Any
+    ) -> Any:
+        alone = dataclasses.replace(parallel, data_parallel_size=1)
+        [whole] = pack(rollouts, size, budget, alone, **options)
         return [whole] * groups.dp_size
 
     if breakage == "factor of cp_size":
