@@ -268,7 +268,7 @@ def test_a_server_that_dies_under_generate_is_an_error(engine, servers):
     timer = threading.Timer(1, servers[0].process.kill)
     timer.start()
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="no engine has come back .* answer"):
+    with pytest.raises(RuntimeError, match=r"no engine has come back .* answer"):
         generate(engine)
     assert 1 <= time.monotonic() - start < DEADLINE_S
     timer.join()
