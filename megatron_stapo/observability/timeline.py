@@ -61,7 +61,7 @@ def draw_timeline(records: list[dict[str, Any]], path: Path) -> None:
         y = _LANES.index(lane)
         axes.barh(y, end - begin, left=begin - start_s, height=0.7, color=colors[phase])
         if phase == ("rollout" if lane == "engines" else "score"):
-            axes.text(begin - start_s, y + 0.38, f"step {number}", fontsize="small")
+            axes.text(begin - start_s, y + 0.36, f"step {number}", fontsize="small", va="top")
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_ylim(len(_LANES) - 0.4, -0.6)
     axes.set_xlabel("seconds")

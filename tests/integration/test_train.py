@@ -281,6 +281,9 @@ def test_verify_resume_passes_a_run_that_is_exact(base, tmp_path, max_lag_steps)
     steps = [record for record in map(json.loads, lines) if "step" in record]
     lags = [step["metrics"].get("lag_mean") for step in steps]
     assert lags == ([0, 1, 1, 1] if max_lag_steps else [None] * 4)
+    # With a lag the correction is on, and has something to correct.
+    truncated = [step["metrics"].get("tis_truncated_frac") for step in steps]
+    assert max(truncated) > 0 if max_lag_steps else truncated == [None] * 4
     for step, following in pairwise(steps):
         [update_ends] = [max(e for p, _, e in step["spans"]["trainer"] if p == "update")]
         [sampling_begins] = [b for p, b, _ in following["spans"]["engines"] if p == "rollout"]
