@@ -11,7 +11,10 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from megatron_stapo.launch.experiment import SUCCEEDED, Outcome, name_outcome, suffix
 from megatron_stapo.launch.tasks import LOGS_FOLDER, Task, build_script
@@ -88,6 +91,7 @@ def _run_tasks(tasks: list[Task], run_dir: Path, host: int, launcher_pid: int) -
         if must_stop():
             return {}
         experiment.run()
+        processes = {task.name: _find_process(task) for task in tasks}
         _link_torchrun_log(run_dir, host)
         ended: Outcome = {}
         while not must_stop():
@@ -96,6 +100,10 @@ def _run_tasks(tasks: list[Task], run_dir: Path, host: int, launcher_pid: int) -
                 if is_terminal(status["status"]) and name not in ended:
                     exit_code = _read_exit_code(Path(status["local_dir"]))
                     ended[name] = {"state": status["status"].name, "exit_code": exit_code}
+                elif name not in ended and not _is_alive(processes[name]):
+                    # torchx, which has reaped it, could not write so on a full disk, and NeMo-Run
+                    # swallows that.
+                    ended[name] = {"state": "FAILED", "exit_code": 1}
             if len(ended) == len(tasks) or any(_ends_run(task, ended) for task in tasks):
                 break
         # The trainer goes first: an engine that vanishes would make it report an error of its own.
@@ -110,6 +118,19 @@ def _ends_run(task: Task, ended: Outcome) -> bool:
     if task.name not in ended or task.ends_run == "never":
         return False
     return task.ends_run == "always" or ended[task.name]["state"] != SUCCEEDED
+
+
+def _find_process(task: Task) -> psutil.Process | None:
+    """The child of this process that runs the task's script."""
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            if any(word.endswith(f"/{task.name}.sh") for word in process.cmdline()):
+                return process
+    return None  # it has ended already, or has not begun its script
+
+
+def _is_alive(process: psutil.Process | None) -> bool:
+    return process is None or process.is_running()
 
 
 def _link_torchrun_log(run_dir: Path, host: int) -> None:

@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_stapo.checkpoint.folder import replace_durably
+from megatron_stapo.checkpoint.folder import replace_durably, write_durably
 from megatron_stapo.checkpoint.stop import STOP_FILE, request_stop
 from megatron_stapo.config import Config, to_dict
 from megatron_stapo.launch.console import outlive_console
@@ -29,6 +29,7 @@ from megatron_stapo.observability.progress import ProgressPrinter
 from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 _POLL_S = 0.2
+_PROBE_BYTES = 1 << 16
 # NeMo-Run gives each task ten seconds between SIGTERM and SIGKILL, one after the other.
 _STOP_TIMEOUT_PER_TASK_S = 10.0
 
@@ -79,10 +80,16 @@ def launch(
         claim_run_folder(run_dir, goes_on) as lock,
         record_signals() as received,
     ):
-        (run_dir / LOGS_FOLDER).mkdir()
-        replace_durably(
-            run_dir / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode()
-        )
+        try:
+            (run_dir / LOGS_FOLDER).mkdir()
+            replace_durably(
+                run_dir / "config.json", (json.dumps(to_dict(config), indent=2) + "\n").encode()
+            )
+        except OSError as error:
+            raise ValueError(
+                f"run_dir={run_dir}: cannot be written ({error.strerror}); make room, or give "
+                "another folder."
+            ) from error
         start_s = time.monotonic()
         progress = ProgressPrinter(run_dir, config.num_steps)
         for note in notes:
@@ -115,14 +122,33 @@ def launch(
             print(f"stapo: {reason}", file=sys.stderr)
         else:
             status, exit_code = "failed", 1
-            if head and head.failure:
+            if fault := _find_disk_fault(run_dir):
+                reason = f"run_dir={run_dir}: cannot be written any more ({fault})."
+                details = "with room for it, the same command goes on"
+            elif head and head.failure:
                 reason, details = head.failure, f"logs are in {run_dir / LOGS_FOLDER}/"
             else:
                 reason, details = describe_failure(outcome, experiment_exit_code, run_dir)
             print(f"stapo: error: {reason}\n{details}", file=sys.stderr)
         ending = Ending(status=status, reason=reason, total_s=time.monotonic() - start_s)
-        print(report(ending), flush=True)
+        try:
+            print(report(ending), flush=True)
+        except OSError as error:
+            print(f"no summary: {error}", flush=True)
     return exit_code
+
+
+def _find_disk_fault(run_dir: Path) -> str | None:
+    """Why nothing can be written to the folder; None where it can."""
+    probe = run_dir / "probe"
+    try:
+        write_durably(probe, bytes(_PROBE_BYTES))
+    except OSError as error:
+        return error.strerror
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return None
 
 
 @contextmanager
@@ -178,8 +204,11 @@ def _run_experiment(
                 f"saving, for at most {stop_timeout_s:.0f} s; a second signal stops at once",
                 flush=True,
             )
-            request_stop(run_dir, signal.Signals(received[0]).name)
-            wait_for_end(stop_timeout_s)
+            try:
+                request_stop(run_dir, signal.Signals(received[0]).name)
+                wait_for_end(stop_timeout_s)
+            except OSError as error:
+                print(f"not saved: {error}", flush=True)
         if experiment.poll() is None:
             is_last = len(received) > 1
             print("stopping" if is_last else "stopping; a second signal stops at once", flush=True)

@@ -177,6 +177,7 @@ def test_a_killed_engine_ends_the_run_by_name(base, tmp_path):
     assert "engine" in stderr.splitlines()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_engines_that_are_killed_in_rollouts_change_nothing(base, tmp_path):
     """Of two engines the first dies in step 2 and the other, the last one left, in step 3; the
@@ -267,7 +268,7 @@ def run_verify_resume(base, folder, *overrides, **environment):
     )
 
 
-@pytest.mark.parametrize("max_lag_steps", [0, 1])
+@pytest.mark.parametrize("max_lag_steps", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_verify_resume_passes_a_run_that_is_exact(base, tmp_path, max_lag_steps):
     passed = run_verify_resume(base, tmp_path, f"rollout.max_lag_steps={max_lag_steps}")
     assert passed.returncode == 0, passed.stdout + passed.stderr

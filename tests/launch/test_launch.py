@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,6 +207,36 @@ def test_a_killed_experiment_process_leaves_no_process(runs: dict[str, Run]) -> 
     assert exit_code == 1
     assert stderr.startswith("stapo: error: NeMo-Run was killed by SIGKILL.\n")
     assert run.read_summary()["status"] == "failed"
+
+
+def test_a_disk_that_fills_up_ends_the_run_by_name(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a small disk")
+    launcher = subprocess.Popen(
+        [sys.executable, str(STAND_IN_RUN), str(disk / "run"), "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        run = Run(disk / "run", launcher)
+        run.wait_until_ready()
+        with suppress(OSError), open(disk / "fill", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        os.kill(run.get_pid("0"), signal.SIGKILL)
+        exit_code, stdout, stderr = run.wait_until_ended(run.find_processes())
+        assert exit_code == 1
+        assert "cannot be written any more (No space left on device)" in stderr
+        assert "no summary: " in stdout and "Traceback" not in stderr
+    finally:
+        launcher.kill()
+        launcher.communicate()
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_sigterm_before_the_tasks_start_ends_the_run_with_143(tmp_path: Path) -> None:
