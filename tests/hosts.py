@@ -18,13 +18,13 @@ class Host:
     address: str
 
     @property
-    def prefix(self) -> str:
-        """What makes a command run there."""
-        return f"ip netns exec {self.name}"
+    def option(self) -> str:
+        """What `stapo launch --host` is given."""
+        return f"{self.address}=ip netns exec {self.name}"
 
-    def pull_the_cable(self) -> None:
-        """From now on nothing reaches it, and nothing of it reaches others."""
-        _ip(f"link set {_name_cable(self.name)} down")
+    def plug(self, is_in: bool) -> None:
+        """Connect it, or cut it off: nothing reaches it then, and nothing of it reaches others."""
+        _ip(f"link set {_name_cable(self.name)} {'up' if is_in else 'down'}")
 
 
 @contextmanager

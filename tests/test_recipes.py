@@ -14,7 +14,8 @@ from megatron_stapo.plan import build_plan
 from megatron_stapo.plan.accelerators import GIB
 from megatron_stapo.recipe import list_recipes, load_recipe
 
-LARGE = [name for name in list_recipes() if load_recipe(name).parallel.device == "cuda"]
+ALL = [name for name in list_recipes() if load_recipe(name).parallel.device == "cuda"]
+LARGE = [name for name in ALL if not name.endswith("_fp8")]
 PAPER = [name for name in LARGE if re.match(r"qwen3_(1_7b|8b|14b)_", name)]
 plan_recipe = cache(lambda name: build_plan(load_recipe(name)))
 DOCS = Path(__file__).parents[1] / "docs/plan.md"
@@ -47,6 +48,7 @@ def test_all_sizes_and_algorithms_are_there():
     sizes = ("1_7b", "8b", "14b")
     names = {f"qwen3_{s}_{a}" for s in sizes for a in ("stapo", "justrl", "grpo", "entropy20")}
     assert set(PAPER) == names
+    assert set(ALL) == {*LARGE, *(f"{name}_fp8" for name in LARGE)}
     assert set(LARGE) == names | {f"qwen3_{s}_stapo" for s in ("32b", "30b_a3b", "235b_a22b")}
 
 
@@ -111,6 +113,21 @@ def test_a_baseline_differs_in_the_algorithm_alone(name):
     ) == dataclasses.replace(stapo, run_dir="")
     published = ALGORITHMS[algorithm]()
     assert config.algorithm == dataclasses.replace(published, dynamic_sampling=False)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_variant_in_fp8_is_the_same_run_and_faster(name):
+    config, other = load_recipe(f"{name}_fp8"), load_recipe(name)
+    assert (config.name, config.run_dir) == (f"{name}_fp8", f"runs/{name}_fp8")
+    assert (config.precision.fp8, config.rollout.quantization) == ("blockwise", "fp8")
+    assert other == dataclasses.replace(
+        config,
+        name=name,
+        run_dir=other.run_dir,
+        precision=other.precision,
+        rollout=dataclasses.replace(config.rollout, quantization="none"),
+    )
+    assert build_plan(config).estimate.total < plan_recipe(name).estimate.total
 
 
 @pytest.mark.parametrize("name", LARGE)
