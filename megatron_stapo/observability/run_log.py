@@ -33,6 +33,7 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = Path(run_dir) / METRICS_FILE
+        self._unwritten = b""
         purge_step = None
         if history:
             # In one move, so that a crash here leaves the one or the other.
@@ -42,7 +43,6 @@ class RunLog:
             purge_step = max((r["step"] for r in self.read() if "step" in r), default=0) + 1
         self._lock = threading.Lock()
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._unwritten = b""
         self._tensorboard: Any = SummaryWriter(
             str(Path(run_dir) / TENSORBOARD_FOLDER), purge_step=purge_step
         )

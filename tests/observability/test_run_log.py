@@ -38,6 +38,20 @@ def test_lines_are_on_disk_at_once_and_non_finite_values_are_null(run_log, tmp_p
     }
 
 
+def test_a_run_that_goes_on_has_the_lines_of_its_checkpoint_and_no_later_ones(tmp_path) -> None:
+    from megatron_stapo.observability import RunLog
+
+    first = RunLog(tmp_path)
+    first.log_step(1, {"loss": 0.5}, {})
+    history = first.read_bytes()
+    first.log_step(2, {"loss": 0.4}, {})
+    first.close()
+    second = RunLog(tmp_path, history)
+    second.log_step(2, {"loss": 0.3}, {})
+    second.close()
+    assert [(r["step"], r["metrics"]["loss"]) for r in read_lines(tmp_path)] == [(1, 0.5), (2, 0.3)]
+
+
 def test_a_full_disk_delays_lines_and_ends_no_run(run_log, tmp_path: Path, monkeypatch) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
