@@ -292,7 +292,7 @@ def run_fp8_fallback(
                 c.fp8, c.fp8_recipe = "e4m3", "blockwise"
 
         def save(trainer: Trainer, num_steps_done: int) -> None:
-            state = DriverState(stream_position=0, metrics=b"", accuracies={})
+            state = DriverState(stream_position=0, prompts_digest="", metrics=b"", accuracies={})
             first = groups.rank == 0
             saver = Checkpointer(
                 dataclasses.replace(config, run_dir=str(run_dir)),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_stapo.ops.fp8 import dequantize_blocks, quantize_blocks
+from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine
 from tests.integration.test_vllm_engine import (
     STOP_TOKEN_IDS,
@@ -21,7 +22,7 @@ from tests.integration.test_vllm_engine import (
 )
 from tests.workers import build_config
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def engine(model_path, tmp_path_factory):
         rollout__quantization="fp8",
     )
     server = Server(config, tmp_path_factory.mktemp("logs") / "server.log")
-    engine = VllmEngine(config, server.url, STOP_TOKEN_IDS)
+    engine = EnginePool(config, [VllmEngine(config, server.url, STOP_TOKEN_IDS)])
     yield engine
     engine.close()
     server.close()

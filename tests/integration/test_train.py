@@ -319,6 +319,7 @@ if "megatron_stapo.train" in sys.orig_argv:
     assert "are NOT the same" in broken.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_readable_run_folder(base, tmp_path):
     launcher = start(base, tmp_path, "num_steps=1000", "rollout.engine=transformers")
     wait_for_step(tmp_path, launcher, 2)

@@ -136,6 +136,7 @@ def test_prompt_and_response_are_the_pretrained_document(base, generator, reques
     assert tokenizer.decode(prompt).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_a_complete_folder_is_left_alone_and_another_setting_builds_anew(micro_base):
     before = (micro_base / "model.safetensors").read_bytes()
     assert "nothing to do" in run_tool(micro_base).stdout
@@ -152,6 +153,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path):
     assert (tmp_path / "thesis.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_target_out_of_reach_is_an_error_and_leaves_no_folder(tmp_path):
     missed = run_tool(tmp_path / "base", "--target-accuracy=0.99")
     assert missed.returncode == 1
