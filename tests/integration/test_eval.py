@@ -49,6 +49,7 @@ def finish(launcher, out):
     return results, pyarrow.parquet.read_table(out / "samples.parquet").to_pylist(), row
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_comes_to_the_identical_table(base, tmp_path):
     whole = finish(start(base, tmp_path / "whole"), tmp_path / "whole")
     out = tmp_path / "out"

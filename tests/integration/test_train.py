@@ -223,6 +223,7 @@ def find_last_rank(processes):
     return max(ranks, key=lambda p: int(p.environ()["RANK"]))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_by_name(base, tmp_path):
     launcher = start(base, tmp_path, "num_steps=1000", "rollout.engine=transformers")
     wait_for_step(tmp_path, launcher, 1)

@@ -20,6 +20,8 @@ import pytest
 
 from tests.launch.test_launch import ENVIRONMENT, START_TIMEOUT_S, is_running, wait_until
 
+pytestmark = pytest.mark.slow
+
 STAND_IN_HOSTS = Path(__file__).with_name("stand_in_hosts.py")
 # A cut network is noticed after 5 s, and torchrun and its rank have ten each to end.
 END_TIMEOUT_S = 60
