@@ -27,13 +27,19 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
         raise ValueError(f"{name}={value}: {rule}")
 
 
-def _list_options(group: type) -> dict[str, tuple[str, ...]]:
-    """The values that each field with a fixed set of them takes."""
-    return {
-        f.name: typing.get_args(f.type)
-        for f in dataclasses.fields(group)
-        if typing.get_origin(f.type) is Literal
-    }
+def _require_options(group: Any, name: str) -> None:
+    """Refuse a value that a field with a fixed set of them does not take.
+
+    Args:
+        group: of settings, just built.
+        name: under which a config has it.
+    """
+    for f in dataclasses.fields(group):
+        if typing.get_origin(f.type) is Literal:
+            options, value = typing.get_args(f.type), getattr(group, f.name)
+            _require(
+                value in options, f"{name}.{f.name}", value, f"must be one of {', '.join(options)}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +195,7 @@ class PrecisionConfig:
     warns. At more than ln 1.05 the mean ratio of the two probabilities exceeds 1.05."""
 
     def __post_init__(self) -> None:
-        for name, options in _list_options(PrecisionConfig).items():
-            value = getattr(self, name)
-            _require(
-                value in options,
-                f"precision.{name}",
-                value,
-                f"must be one of {', '.join(options)}.",
-            )
+        _require_options(self, "precision")
         for name in ("num_first_layers_bf16", "num_last_layers_bf16"):
             value = getattr(self, name)
             _require(value >= 0, f"precision.{name}", value, "must be >= 0.")
@@ -237,11 +236,7 @@ class ClusterConfig:
     """Ranks of trainer and engines that a node holds, on CPUs too."""
 
     def __post_init__(self) -> None:
-        for name, options in _list_options(ClusterConfig).items():
-            value = getattr(self, name)
-            _require(
-                value in options, f"cluster.{name}", value, f"must be one of {', '.join(options)}."
-            )
+        _require_options(self, "cluster")
         _require(
             self.num_gpus_per_node >= 1,
             "cluster.num_gpus_per_node",
@@ -315,11 +310,7 @@ class RolloutConfig:
     trains, by the weights that that one began with."""
 
     def __post_init__(self) -> None:
-        for name, options in _list_options(RolloutConfig).items():
-            value = getattr(self, name)
-            _require(
-                value in options, f"rollout.{name}", value, f"must be one of {', '.join(options)}."
-            )
+        _require_options(self, "rollout")
         _require(
             self.group_size >= 2,
             "rollout.group_size",
@@ -465,10 +456,7 @@ class AlgorithmConfig:
             self._require(name, getattr(self, name) >= 1, "must be >= 1.")
         for name in ("overlong_buffer_tokens", "kl_coef", "router_aux_loss_coef"):
             self._require(name, getattr(self, name) >= 0, "must be >= 0.")
-        for name, options in _list_options(AlgorithmConfig).items():
-            self._require(
-                name, getattr(self, name) in options, f"must be one of {', '.join(options)}."
-            )
+        _require_options(self, "algorithm")
         self._require("clip_low", 0 < self.clip_low <= 1, "must be in (0, 1].")
         self._require("clip_high", self.clip_high > 0, "must be > 0.")
         self._require(
@@ -592,11 +580,7 @@ class RewardConfig:
     """Ask the model verifier about training responses, too, and not in evaluations alone."""
 
     def __post_init__(self) -> None:
-        for name, options in _list_options(RewardConfig).items():
-            value = getattr(self, name)
-            _require(
-                value in options, f"reward.{name}", value, f"must be one of {', '.join(options)}."
-            )
+        _require_options(self, "reward")
         _require(
             self.wrong_reward in (-1, 0),
             "reward.wrong_reward",

@@ -2,12 +2,27 @@
 its own into one bridge. They share the disk, as the nodes of a cluster do."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
+
+
+def can_make_networks() -> bool:
+    """Root with the capability, and iproute2."""
+    if os.geteuid() or not shutil.which("ip"):
+        return False
+    made = subprocess.run(["ip", "netns", "add", "stapo_probe"], capture_output=True)
+    subprocess.run(["ip", "netns", "del", "stapo_probe"], capture_output=True)
+    return made.returncode == 0
+
+
+needs_networks = pytest.mark.skipif(
+    not can_make_networks(), reason="makes network namespaces, which takes root and iproute2"
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +44,7 @@ class Host:
 
 @contextmanager
 def connected_hosts(num_hosts: int) -> Iterator[list[Host]]:
-    """Hosts that reach one another, and this process them; skips where that is not allowed."""
+    """Hosts that reach one another, and this process them; where `needs_networks` is met."""
     number = os.getpid() % 10_000
     bridge, subnet = f"stapo{number}", f"10.{200 + number % 50}.{number % 250}"
     with ExitStack() as stack:
@@ -38,10 +53,7 @@ def connected_hosts(num_hosts: int) -> Iterator[list[Host]]:
             _ip(command)
             stack.callback(_ip, undo)
 
-        try:
-            make(f"link add {bridge} type bridge", f"link del {bridge}")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no right to make network namespaces: {error.stderr.strip()}")
+        make(f"link add {bridge} type bridge", f"link del {bridge}")
         _ip(f"addr add {subnet}.254/24 dev {bridge}")
         _ip(f"link set {bridge} up")
         hosts = []

@@ -29,7 +29,7 @@ from megatron_stapo.config import (
     PrecisionConfig,
     RolloutConfig,
 )
-from megatron_stapo.types import Prompt, Rollout, RolloutGroup
+from megatron_stapo.types import Minibatch, Prompt, Rollout, RolloutGroup
 
 
 def build_config(model_path: Path, **changes: Any) -> Config:
@@ -109,6 +109,27 @@ def joined_world(config: Config) -> Iterator[Any]:
         yield groups
     finally:
         destroy_distributed()
+
+
+def build_minibatches(
+    config: Config, groups: Any, rollout_groups: list[RolloutGroup]
+) -> list[Minibatch]:
+    """This rank's part of what the driver packs of the rollouts."""
+    from megatron_stapo.data.packing import pack
+    from megatron_stapo.train import scatter_minibatches
+
+    packed = None
+    if groups.rank == 0:
+        packed = pack(
+            rollout_groups,
+            config.algorithm.num_prompts_per_minibatch,
+            config.max_pack_tokens,
+            config.parallel,
+            config.algorithm.filter_truncated,
+        )
+    minibatches = scatter_minibatches(packed, groups)
+    assert isinstance(minibatches, list)
+    return minibatches
 
 
 def run_logits(config: Config, sequences: list[list[int]]) -> list[torch.Tensor] | None:
@@ -191,22 +212,11 @@ def run_step(
             last stage a `TokenSnapshot` per mini-batch, taken at its masking.
     """
     with joined_world(config) as groups:
-        from megatron_stapo.data.packing import pack
-        from megatron_stapo.train import scatter_minibatches
         from megatron_stapo.trainer.trainer import Trainer
         from megatron_stapo.verify.snapshot import gather_gradients, snapshot_tokens
 
         trainer = Trainer(config, groups)
-        packed = None
-        if groups.rank == 0:
-            packed = pack(
-                rollout_groups,
-                config.algorithm.num_prompts_per_minibatch,
-                config.max_pack_tokens,
-                config.parallel,
-                config.algorithm.filter_truncated,
-            )
-        minibatches = scatter_minibatches(packed, groups)
+        minibatches = build_minibatches(config, groups, rollout_groups)
         for minibatch in minibatches:
             if reverse:
                 minibatch.microbatches.reverse()
@@ -242,17 +252,11 @@ def run_precision(config: Config, rollout_groups: list[RolloutGroup]) -> dict[st
         gradients that bfloat16 does not hold.
     """
     with joined_world(config) as groups:
-        from megatron_stapo.data.packing import pack
-        from megatron_stapo.train import scatter_minibatches
         from megatron_stapo.trainer.trainer import Trainer
 
         trainer = Trainer(config, groups)
-        packed = None
-        if groups.rank == 0:
-            size = config.algorithm.num_prompts_per_minibatch
-            packed = pack(rollout_groups, size, config.max_pack_tokens, config.parallel)
-        minibatches = scatter_minibatches(packed, groups)
-        assert minibatches is not None and len(minibatches[0].microbatches) > 1
+        minibatches = build_minibatches(config, groups, rollout_groups)
+        assert len(minibatches[0].microbatches) > 1
         trainer.score(minibatches)
         trainer.assign_loss_masks(minibatches[0])
         trainer.update(minibatches[0])
@@ -644,8 +648,6 @@ def run_checkpoint(
         from megatron_stapo.checkpoint.folder import DriverState
         from megatron_stapo.checkpoint.resume import choose_checkpoint, load_checkpoint
         from megatron_stapo.checkpoint.save import Checkpointer
-        from megatron_stapo.data.packing import pack
-        from megatron_stapo.train import scatter_minibatches
         from megatron_stapo.trainer.trainer import Trainer
 
         step, faults = 0, []
@@ -655,11 +657,7 @@ def run_checkpoint(
         trainer = Trainer(config, groups)
         if checkpoint is not None:
             step = load_checkpoint(checkpoint, trainer).num_steps_done
-        size = config.algorithm.num_prompts_per_minibatch
-        packed = None
-        if groups.rank == 0:
-            packed = pack(rollout_groups, size, config.max_pack_tokens, config.parallel)
-        minibatches = scatter_minibatches(packed, groups)
+        minibatches = build_minibatches(config, groups, rollout_groups)
         trainer.score(minibatches)
         updates = []
         for minibatch in minibatches[:num_updates]:
@@ -701,8 +699,6 @@ def run_dumped_step(
     with joined_world(config) as groups:
         from megatron_stapo.checkpoint.dump import StepDump
         from megatron_stapo.checkpoint.state import build_optimizer_state
-        from megatron_stapo.data.packing import pack
-        from megatron_stapo.train import scatter_minibatches
         from megatron_stapo.trainer.trainer import Trainer
 
         trainer = Trainer(config, groups)
@@ -711,11 +707,7 @@ def run_dumped_step(
             return {k: p.data.clone() for k, p in build_optimizer_state(trainer).items()}
 
         dump = StepDump(config, groups)
-        size = config.algorithm.num_prompts_per_minibatch
-        packed = None
-        if groups.rank == 0:
-            packed = pack(rollout_groups, size, config.max_pack_tokens, config.parallel)
-        minibatches = scatter_minibatches(packed, groups)
+        minibatches = build_minibatches(config, groups, rollout_groups)
         trainer.score(minibatches)
         updates, unchanged = [], []
         for number, minibatch in enumerate(minibatches):

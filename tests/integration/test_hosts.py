@@ -12,11 +12,11 @@ import time
 import psutil
 import pytest
 
-from tests.hosts import connected_hosts
+from tests.hosts import connected_hosts, needs_networks
 from tests.integration.test_train import RECIPE, read_steps, wait_for_step
 from tests.tiny_model import build_coin_base
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, needs_networks]
 
 NUM_STEPS = 6
 LAYOUT = [

@@ -5,8 +5,6 @@ find each other over TCP, and NeMo-Run starts a torchrun on each.
 """
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.hosts import Host, can_make_networks, connected_hosts, needs_networks
 from tests.launch.test_launch import ENVIRONMENT, START_TIMEOUT_S, is_running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -28,50 +27,11 @@ END_TIMEOUT_S = 60
 LOOPBACK = ["127.0.0.1", "127.0.0.1"]
 
 
-def can_make_networks() -> bool:
-    """Root with the capability, and iproute2."""
-    if os.geteuid() or not shutil.which("ip"):
-        return False
-    made = subprocess.run(["ip", "netns", "add", "stapo_probe"], capture_output=True)
-    subprocess.run(["ip", "netns", "del", "stapo_probe"], capture_output=True)
-    return made.returncode == 0
-
-
-needs_networks = pytest.mark.skipif(
-    not can_make_networks(), reason="makes network namespaces, which takes root and iproute2"
-)
-
-
 @pytest.fixture(scope="module")
-def networks() -> Iterator[list[str]]:
-    """Two network namespaces on a cable of their own, as words for the stand-in."""
-    names = [f"stapo{os.getpid()}{end}" for end in "ab"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    for name in names:
-        ip("netns", "add", name)
-    ip(
-        "link",
-        "add",
-        "cable",
-        "netns",
-        names[0],
-        "type",
-        "veth",
-        "peer",
-        "cable",
-        "netns",
-        names[1],
-    )
-    for number, name in enumerate(names, start=1):
-        ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "cable")
-        for device in ("lo", "cable"):
-            ip("-n", name, "link", "set", device, "up")
-    yield [f"10.77.0.{n}=ip netns exec {name}" for n, name in enumerate(names, start=1)]
-    for name in names:
-        ip("netns", "del", name)
+def networks() -> Iterator[list[Host]]:
+    """Two hosts, each with its own network."""
+    with connected_hosts(2) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     hosts = {"succeed": LOOPBACK, "signalled": LOOPBACK}
     if can_make_networks():
         networks = request.getfixturevalue("networks")
-        hosts |= {"raise": networks, "cut": networks}
+        options = [host.option for host in networks]
+        hosts |= {"raise": options, "cut": options}
     folder = tmp_path_factory.mktemp("hosts")
     runs = {name: start(folder / name, name, hosts) for name, hosts in hosts.items()}
     yield runs
@@ -131,11 +92,13 @@ def test_ranks_of_two_hosts_form_one_world_and_end_in_success(runs: dict[str, Ru
 
 
 @needs_networks
-def test_a_rank_that_raises_on_another_host_is_named(runs: dict[str, Run]) -> None:
+def test_a_rank_that_raises_on_another_host_is_named(
+    runs: dict[str, Run], networks: list[Host]
+) -> None:
     run = runs["raise"]
     # Gloo goes over the cable, not over a loopback interface that each network has of its own.
     addresses = [seen["addresses"][0] for seen in run.wait_until_ready()]
-    assert addresses == ["10.77.0.1", "10.77.0.2"]
+    assert addresses == [host.address for host in networks]
     exit_code, output = run.wait_until_ended()
     error = "trainer rank 1 ended with exit code 1: ArithmeticError: the stand-in fails\n"
     assert exit_code == 1 and output.count("stapo: error:") == 1
@@ -154,14 +117,13 @@ def test_a_signal_ends_every_host_in_order(runs: dict[str, Run]) -> None:
 # The last one: the cable is the other run's, too.
 @needs_networks
 def test_a_host_that_is_cut_off_is_named_and_every_rank_ends(
-    runs: dict[str, Run], networks: list[str]
+    runs: dict[str, Run], networks: list[Host]
 ) -> None:
     run = runs["cut"]
     run.wait_until_ready()
-    namespace = networks[1].split()[-1]
-    subprocess.run(["ip", "-n", namespace, "link", "set", "cable", "down"], check=True)
+    networks[1].plug(is_in=False)
     start_s = time.monotonic()
     exit_code, output = run.wait_until_ended()
     assert exit_code == 1 and time.monotonic() - start_s < END_TIMEOUT_S
-    assert "stapo: error: host 1 (10.77.0.2) is lost" in output
+    assert f"stapo: error: host 1 ({networks[1].address}) is lost" in output
     assert output.count("stapo: error: ") == 1

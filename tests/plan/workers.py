@@ -6,26 +6,16 @@ import torch
 
 from megatron_stapo.config import Config
 from megatron_stapo.types import RolloutGroup
-from tests.workers import joined_world
+from tests.workers import build_minibatches, joined_world
 
 
 def measure_state(config: Config, rollout_groups: list[RolloutGroup]) -> dict[str, Any]:
     """Bytes that a rank's trainer holds after an update; padding of its buffers beside them."""
     with joined_world(config) as groups:
-        from megatron_stapo.data.packing import pack
-        from megatron_stapo.train import scatter_minibatches
         from megatron_stapo.trainer.trainer import Trainer
 
         trainer = Trainer(config, groups)
-        packed = None
-        if groups.rank == 0:
-            packed = pack(
-                rollout_groups,
-                config.algorithm.num_prompts_per_minibatch,
-                config.max_pack_tokens,
-                config.parallel,
-            )
-        minibatches = scatter_minibatches(packed, groups)
+        minibatches = build_minibatches(config, groups, rollout_groups)
         trainer.score(minibatches)
         trainer.assign_loss_masks(minibatches[0])
         trainer.update(minibatches[0])
