@@ -5,9 +5,7 @@ published, [M] measured, [F] fitted to published figures, see tests/plan/test_ca
 assumed.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 GIB = 1 << 30
 
@@ -39,35 +37,49 @@ class Accelerator:
     permutations included [F]; no more in FP8 [P: verl 7232 finds it slower]."""
 
 
-_H20 = Accelerator(
-    name="h20",
-    memory_bytes=95 * GIB,
-    bf16_flops=148e12,
-    fp8_flops=296e12,
-    hbm_bytes_per_s=4.0e12,
-    gemm_efficiency=0.80,
-    fp8_efficiency=0.75,
-    expert_efficiency=0.40,
-)
-_H100 = Accelerator(
-    name="h100",
-    memory_bytes=79 * GIB,
-    bf16_flops=989e12,
-    fp8_flops=1979e12,
-    hbm_bytes_per_s=3.35e12,
-    gemm_efficiency=0.50,
-    fp8_efficiency=0.37,
-    expert_efficiency=0.15,
-)
-# The same chips beside more and faster memory.
-_LARGER: dict[str, Any] = {"memory_bytes": 139 * GIB, "hbm_bytes_per_s": 4.8e12}
 ACCELERATORS = {
     a.name: a
     for a in (
-        _H20,
-        dataclasses.replace(_H20, name="h20_141", **_LARGER),
-        _H100,
-        dataclasses.replace(_H100, name="h200", **_LARGER),
+        Accelerator(
+            name="h20",
+            memory_bytes=95 * GIB,
+            bf16_flops=148e12,
+            fp8_flops=296e12,
+            hbm_bytes_per_s=4.0e12,
+            gemm_efficiency=0.80,
+            fp8_efficiency=0.75,
+            expert_efficiency=0.40,
+        ),
+        Accelerator(
+            name="h20_141",
+            memory_bytes=139 * GIB,
+            bf16_flops=148e12,
+            fp8_flops=296e12,
+            hbm_bytes_per_s=4.8e12,
+            gemm_efficiency=0.80,
+            fp8_efficiency=0.75,
+            expert_efficiency=0.40,
+        ),
+        Accelerator(
+            name="h100",
+            memory_bytes=79 * GIB,
+            bf16_flops=989e12,
+            fp8_flops=1979e12,
+            hbm_bytes_per_s=3.35e12,
+            gemm_efficiency=0.50,
+            fp8_efficiency=0.37,
+            expert_efficiency=0.15,
+        ),
+        Accelerator(
+            name="h200",
+            memory_bytes=139 * GIB,
+            bf16_flops=989e12,
+            fp8_flops=1979e12,
+            hbm_bytes_per_s=4.8e12,
+            gemm_efficiency=0.50,
+            fp8_efficiency=0.37,
+            expert_efficiency=0.15,
+        ),
     )
 }
 
