@@ -89,7 +89,7 @@ def test_four_hosts_are_one_through_a_killed_engine_and_a_cut_cable(tmp_path):
         print(f"ended {time.monotonic() - began:.0f} s after the cut")
         _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-        assert "host 1" in (four / "stderr").read_text()
+        assert f"host 1 ({hosts[1].address}) is lost" in (four / "stdout").read_text()
 
         hosts[1].plug(is_in=True)
         launcher = start(base, four, *command)
