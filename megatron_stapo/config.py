@@ -373,6 +373,24 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReshardConfig:
+    """The way of new weights from the trainer's ranks to the engines'. `docs/reshard.md`."""
+
+    bucket_bytes: int = 512 << 20
+    """Most memory that a rank takes for weights on their way, beside those it has. A set of weights
+    that vLLM loads as one and is larger by itself passes alone."""
+    probe_interval_steps: int = 100
+    """After every so many steps, and after the first exchange with each engine, what its ranks
+    have received is compared with the trainer's weights, by a hash of every tensor."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "probe_interval_steps"):
+            _require(
+                getattr(self, name) >= 1, f"reshard.{name}", getattr(self, name), "must be >= 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Which tokens train, on which loss, over which denominator.
 
@@ -683,6 +701,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -1137,6 +1156,7 @@ _FREE_TO_CHANGE = (
     "rollout.request_timeout_s",
     "rollout.health_timeout_s",
     "rollout.max_engine_restarts",
+    "reshard",
     "reward.num_workers",
     "optimizer.max_skipped_in_a_row",
     "evaluation",

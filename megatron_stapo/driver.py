@@ -9,10 +9,9 @@ import concurrent.futures
 import hashlib
 import math
 import shutil
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from megatron_stapo.evaluation.statistics import compute_average, compute_averag
 from megatron_stapo.observability import RunLog
 from megatron_stapo.rewards.judge import Judge, Judgement, Pending, compute_judge_metrics
 from megatron_stapo.rollout import Engine
+from megatron_stapo.rollout.background import run_in_thread
 from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling, Update
 
 _POLL_S = 0.2
@@ -478,20 +478,6 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         digest.update(repr((prompt.token_ids, prompt.answer)).encode())
     return digest.hexdigest()
-
-
-def run_in_thread[T](work: Callable[[], T]) -> "Future[T]":
-    """Start the work in a thread that does not keep the process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="sampling").start()
-    return future
 
 
 def compute_rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

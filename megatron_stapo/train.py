@@ -60,7 +60,7 @@ def train(
             step is written.
     """
     trainer = Trainer(config, groups)
-    weight_sync = WeightSync(trainer.weights, engine, groups, config.rollout.num_engines)
+    weight_sync = WeightSync(config, trainer.weights, engine, groups)
     state = load_checkpoint(checkpoint, trainer) if checkpoint else None
     step = state.num_steps_done if state else 0
     driver = None

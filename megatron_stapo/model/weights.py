@@ -228,11 +228,15 @@ class HfWeights:
             self._pairs["output_layer.weight"] = self._pairs["embedding.word_embeddings.weight"]
         self._parameters = _name_parameters(chunks, groups, model_json.get("num_experts", 0))
         holdings: list[Any] = [None] * groups.world_size
-        dist.all_gather_object(holdings, list(self._parameters))
+        dist.all_gather_object(holdings, (groups.tp_rank, list(self._parameters)))
+        self.holdings: list[tuple[int, list[str]]] = holdings
+        """Of every rank: its tensor-parallel rank, and names as of `named_parameters`."""
         # Of the ranks that hold a parameter the first sends it: it is the first of its
         # tensor-parallel group.
         self._senders = {
-            name: rank for rank in reversed(range(groups.world_size)) for name in holdings[rank]
+            name: rank
+            for rank in reversed(range(groups.world_size))
+            for name in holdings[rank][1][1]
         }
 
     def load(self) -> None:
@@ -267,6 +271,10 @@ class HfWeights:
         """The weight of a parameter of `named_parameters`; the copy of a tied head is the
         embedding."""
         return self._pairs[name]
+
+    def find_parameter(self, name: str) -> torch.nn.Parameter:
+        """This rank's parameter of a name of `named_parameters`."""
+        return self._parameters[name]
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the part of a parameter that this rank holds."""

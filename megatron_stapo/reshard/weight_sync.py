@@ -1,26 +1,67 @@
-"""Brings the rollout engines to the trainer's weights.
+"""Brings the rollout engines to the trainer's weights, shard to shard.
 
-The weights stream through rank 0 one parameter at a time; nothing holds a second full model.
+For every engine a `Plan` is made once. Each trainer rank sends what its part of the model has of
+each engine rank's, and no tensor is gathered. Rank 0 talks to the engine; what it tells the other
+ranks is one broadcast before an update, and what they tell each other one gather after it.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megatron_stapo.config import Config, RolloutConfig, load_model_json
 from megatron_stapo.model.weights import HfWeights
 from megatron_stapo.parallel.groups import Groups, agree
+from megatron_stapo.reshard.plan import Holding, Plan, build_plan, list_holdings
 from megatron_stapo.rollout import Engine, EngineDiedError
+from megatron_stapo.rollout.engine_parts import list_parts
+from megatron_stapo.rollout.weight_transfer import (
+    Bucket,
+    ConnectInfo,
+    Hashes,
+    Part,
+    Reception,
+    Region,
+    TransferGroup,
+    exchange,
+    format_buckets,
+    hash_tensor,
+)
 
 
 class WeightSync:
     """The way from one trainer's model to the engines."""
 
     def __init__(
-        self, weights: HfWeights, engine: Engine | None, groups: Groups, num_engines: int
+        self, config: Config, weights: HfWeights, engine: Engine | None, groups: Groups
     ) -> None:
         """Args: engine is rank 0's; None on every other rank."""
+        self._config = config
         self._weights = weights
         self._groups = groups
         self._engine = engine
-        self._num_engines = num_engines
+        model_json = load_model_json(config.model.path)
+        self._parts = list_engine_parts(model_json, config.rollout)
+        self._holdings = list_rank_holdings(
+            weights, groups.tp_size, model_json["num_key_value_heads"]
+        )
+        self._own: dict[str, list[Holding]] = defaultdict(list)
+        for holding in self._holdings[groups.rank]:
+            self._own[holding.name].append(holding)
+        self._dtype = getattr(torch, config.model.dtype)
+        self.rank = groups.rank
+        # The transformers engine lives in rank 0; vLLM's ranks are numbered after the trainer's.
+        self.is_local = config.rollout.engine == "transformers"
+        """Whether the engine is in processes of the trainer."""
+        first = 0 if self.is_local else groups.world_size
+        self.receivers = range(first, first + len(self._parts))
+        """Numbers of an engine's ranks."""
+        self._plans: dict[int, Plan] = {}
+        self._links: dict[int, TransferGroup] = {}
+        self._has_probed: set[int] = set()
 
     def execute(
         self, policy_version: int, engine_indices: Sequence[int] | None = None
@@ -36,28 +77,214 @@ class WeightSync:
             Why an engine did not take them, the same on every rank, so that the step can be saved
             before the run ends; None where each did, or died.
 
-        Communicates: for every engine as `HfWeights.stream`; rank 0 then to the engine; an
-            all-reduce of an integer.
+        Communicates: for every engine a broadcast from rank 0, the plan's messages, and a gather;
+            where a probe is due, as `HfWeights.stream` before it.
         """
+        indices = range(self._config.rollout.num_engines)
+        indices = indices if engine_indices is None else engine_indices
+        interval = self._config.reshard.probe_interval_steps
+        is_due = policy_version > 0 and policy_version % interval == 0
+        probed = [index for index in indices if is_due or index not in self._has_probed]
+        expected = self._hash_weights() if probed else None
         error = None
-        for index in range(self._num_engines) if engine_indices is None else engine_indices:
-            # Where one refuses, the other ranks send to the rest all the same.
-            error = self._send(policy_version, index) or error
-        return agree(error, self._groups)
-
-    def _send(self, policy_version: int, index: int) -> str | None:
-        weights = self._weights.stream()
-        error = None
-        has_died = False
-        if self._engine is not None:
-            try:
-                self._engine.update_weights(weights, policy_version, index)
-            except EngineDiedError:
-                has_died = True
-            except Exception as refused:
-                error = f"{refused}"
-        for _ in weights:
-            # The other ranks go on sending; what an engine leaves behind without an error is one.
-            if not has_died:
-                error = error or "the engine left weights behind"
+        for index in indices:
+            # Where one refuses, the others get theirs all the same.
+            hashes = expected if index in probed else None
+            error = self._update(policy_version, index, hashes) or error
         return error
+
+    def find_plan(self, index: int) -> Plan:
+        """The plan of an engine's updates, made on first use; the same on every rank."""
+        if index not in self._plans:
+            self._plans[index] = build_plan(
+                self._holdings,
+                self._parts,
+                self.receivers,
+                element_bytes=self._dtype.itemsize,
+                bucket_bytes=self._config.reshard.bucket_bytes,
+                turn=index,
+            )
+        return self._plans[index]
+
+    def send(self, index: int, connect_info: ConnectInfo, store: dist.Store | None) -> None:
+        """Send this rank's messages to an engine's ranks.
+
+        Args:
+            store: where the ranks have yet to connect; None where they are connected.
+
+        Raises:
+            RuntimeError: a rank of the engine is gone, or silent for too long.
+        """
+        if store is not None:
+            self._drop_link(index)
+            self._links[index] = connect_info.connect(store, self.rank, self._groups.device)
+        plan = self.find_plan(index)
+        for number in range(len(plan.sends)):
+            exchange(self._links[index], self._pack(plan, number), [])
+
+    def exchange_locally(self, plan: Plan, number: int) -> list[tuple[Part, torch.Tensor]]:
+        """Exchange one bucket among the trainer's ranks; returns what this one receives."""
+        bucket = plan.receives[number].get(self.rank, Bucket(parts=[], messages=[]))
+        reception = Reception(bucket, self._dtype, self._groups.device, self.rank, self._read)
+        exchange(dist.group.WORLD, self._pack(plan, number), reception.receives)
+        return reception.unpack()
+
+    def _pack(self, plan: Plan, number: int) -> list[tuple[int, torch.Tensor]]:
+        """This rank's messages of one bucket, each with its receiver."""
+        packed = []
+        for message in plan.sends[number].get(self.rank, ()):
+            if message.receiver == self.rank:
+                continue
+            views = [self._view(holding, region) for holding, region in message.pieces]
+            flat = views[0] if message.is_direct else torch.cat([v.reshape(-1) for v in views])
+            packed.append((message.receiver, flat))
+        return packed
+
+    def _view(self, holding: Holding, region: Region) -> torch.Tensor:
+        return holding.view(self._weights.find_parameter(holding.parameter).detach(), region)
+
+    def _read(self, name: str, region: Region) -> torch.Tensor:
+        """A region of a tensor that this rank holds."""
+        holding = next(h for h in self._own[name] if h.region.intersect(region) == region)
+        return self._view(holding, region)
+
+    def _update(self, policy_version: int, index: int, expected: Hashes | None) -> str | None:
+        update = _Update(self, policy_version, index, expected is not None)
+        error, has_died = None, False
+        try:
+            if self._engine is not None:
+                self._engine.update_weights(update, index)
+        except EngineDiedError:
+            has_died = True
+        except Exception as refused:
+            error = f"{refused}"
+        try:
+            update.follow()
+            if self._engine is not None and expected is not None and not (error or has_died):
+                _compare(update.hashes, expected, index)
+        except Exception as failed:
+            error = error or f"{failed}"
+        died = torch.tensor(int(has_died), device=self._groups.device)
+        dist.broadcast(died, src=0)
+        # Its end is what the others' messages failed of.
+        error = None if died.item() else agree(error, self._groups)
+        if died.item() or error:
+            self._drop_link(index)
+        elif expected is not None:
+            self._has_probed.add(index)
+        return error
+
+    def _drop_link(self, index: int) -> None:
+        if group := self._links.pop(index, None):
+            # Takes messages that nobody receives off the GPU.
+            group.abort()
+
+    def _hash_weights(self) -> Hashes:
+        """What every rank of an engine should hold, from the gathered tensors; on rank 0.
+
+        It shares no line with the plan. One tensor at a time is whole on rank 0.
+        """
+        takers: dict[str, list[tuple[int, Part]]] = defaultdict(list)
+        for rank, modules in enumerate(self._parts):
+            for part in (part for module in modules for part in module):
+                takers[part.name].append((rank, part))
+        hashes: Hashes = [{} for _ in self._parts]
+        for name, tensor in self._weights.stream():
+            for rank, part in takers[name]:
+                matrix = tensor if tensor.dim() > 1 else tensor[:, None]
+                hashes[rank][name] = hash_tensor(Region.whole(part.shape).cut(matrix, part.region))
+        return hashes
+
+
+class _Update:
+    """One rank's part in one update of one engine; see `WeightUpdate`."""
+
+    def __init__(self, sync: WeightSync, policy_version: int, index: int, is_probe: bool) -> None:
+        self.policy_version = policy_version
+        self.is_probe = is_probe
+        self.hashes: Hashes = [{} for _ in sync.receivers]
+        self._sync = sync
+        self._index = index
+        self._has_told = False
+        self._num_exchanged = 0
+
+    def format_schedules(self) -> list[str]:
+        plan = self._sync.find_plan(self._index)
+        return [format_buckets(plan.list_buckets(rank)) for rank in self._sync.receivers]
+
+    def send(self, connect_info: ConnectInfo, store: dist.Store | None) -> None:
+        self._tell((connect_info, store is not None))
+        self._sync.send(self._index, connect_info, store)
+
+    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in self._exchange_locally():
+            for part, tensor in bucket:
+                if self.is_probe:
+                    self.hashes[0][part.name] = hash_tensor(tensor)
+                yield part.name, tensor
+
+    def follow(self) -> None:
+        """Do what is left: on a rank that does not drive the engine, all of its part."""
+        if self._sync.is_local:
+            for _ in self._exchange_locally():
+                pass
+        elif self._sync.rank == 0:
+            if not self._has_told:
+                self._tell(None)
+        else:
+            received: list[Any] = [None]
+            dist.broadcast_object_list(received, src=0)
+            if received[0] is not None:
+                connect_info, is_new = received[0]
+                store = connect_info.open_store() if is_new else None
+                self._sync.send(self._index, connect_info, store)
+
+    def _exchange_locally(self) -> Iterator[list[tuple[Part, torch.Tensor]]]:
+        plan = self._sync.find_plan(self._index)
+        while self._num_exchanged < len(plan.sends):
+            number = self._num_exchanged
+            self._num_exchanged += 1
+            yield self._sync.exchange_locally(plan, number)
+
+    def _tell(self, message: tuple[ConnectInfo, bool] | None) -> None:
+        self._has_told = True
+        dist.broadcast_object_list([message], src=0)
+
+
+def _compare(received: Hashes, expected: Hashes, index: int) -> None:
+    """Raises: RuntimeError: a rank of the engine has other weights than the trainer."""
+    for rank, (theirs, ours) in enumerate(zip(received, expected, strict=True)):
+        if wrong := sorted(name for name in theirs | ours if theirs.get(name) != ours.get(name)):
+            raise RuntimeError(
+                f"after the weight update rank {rank} of engine {index} holds other values than "
+                f"the trainer in {len(wrong)} of {len(ours)} tensors, first in {wrong[0]}."
+            )
+
+
+def list_engine_parts(model_json: dict[str, Any], config: RolloutConfig) -> list[list[list[Part]]]:
+    """What every rank of an engine takes, by rank: tensor parallelism is the inner dimension."""
+    return [
+        list_parts(
+            model_json,
+            tp_rank,
+            config.tensor_parallel_size,
+            pp_rank,
+            config.pipeline_parallel_size,
+        )
+        for pp_rank in range(config.pipeline_parallel_size)
+        for tp_rank in range(config.tensor_parallel_size)
+    ]
+
+
+def list_rank_holdings(weights: HfWeights, tp_size: int, num_kv_heads: int) -> list[list[Holding]]:
+    """What every trainer rank holds, by rank."""
+    found: dict[tuple[int, str], list[Holding]] = {}
+    for tp_rank, names in weights.holdings:
+        for name in names:
+            if (tp_rank, name) not in found:
+                pair = weights.find_pair(name)
+                found[tp_rank, name] = list_holdings(name, pair, tp_rank, tp_size, num_kv_heads)
+    return [
+        [holding for name in names for holding in found[tp_rank, name]]
+        for tp_rank, names in weights.holdings
+    ]

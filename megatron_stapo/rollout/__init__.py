@@ -5,13 +5,13 @@ calls or of what is sampled beside it.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_stapo.types import Prompt, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
-    import torch
+    from megatron_stapo.rollout.weight_transfer import WeightUpdate
 
 
 class EngineDiedError(RuntimeError):
@@ -64,22 +64,11 @@ class Engine(Protocol):
         """
         ...
 
-    def update_weights(
-        self,
-        named_tensors: Iterable[tuple[str, "torch.Tensor"]],
-        policy_version: int,
-        engine_index: int = 0,
-    ) -> None:
-        """Replace all weights of one engine and stamp its later rollouts with policy_version.
-
-        Args:
-            named_tensors: Hugging Face names and full tensors, each yielded once; without the head
-                where it is tied to the embedding. Consumed to its end, and lazily, so that no more
-                than one bucket of the model is held at a time.
-            policy_version: number of completed steps of the new weights.
+    def update_weights(self, update: "WeightUpdate", engine_index: int = 0) -> None:
+        """Replace all weights of one engine and stamp its later rollouts with their version.
 
         Raises:
-            EngineDiedError: the engine died or timed out, and named_tensors is not consumed.
+            EngineDiedError: the engine died or timed out.
             RuntimeError: a tensor is missing, unknown, repeated or misshapen. The engine cannot be
                 used afterwards.
         """

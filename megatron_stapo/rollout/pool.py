@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatron_stapo.rollout.vllm_engine import HEALTH_INTERVAL_S, ServerDiedErro
 from megatron_stapo.types import Prompt, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
-    import torch
+    from megatron_stapo.rollout.weight_transfer import WeightUpdate
 
 _MAX_SENDS = 5
 """A request that so many servers died under ends the run: it may be what they died of."""
@@ -135,21 +135,16 @@ class EnginePool:
         sampled.result()
         return [groups[index] for index in range(len(prompts))]
 
-    def update_weights(
-        self,
-        named_tensors: Iterable[tuple[str, "torch.Tensor"]],
-        policy_version: int,
-        engine_index: int = 0,
-    ) -> None:
+    def update_weights(self, update: "WeightUpdate", engine_index: int = 0) -> None:
         """See `Engine`."""
         member = self._members[engine_index]
         if not member.is_up:
             raise EngineDiedError(f"engine {engine_index} is down")
         member.is_updating = True
         # From here on nothing is sampled from older weights.
-        self._policy_version = policy_version
+        self._policy_version = update.policy_version
         try:
-            member.engine.update_weights(named_tensors, policy_version)
+            member.engine.update_weights(update)
         except RuntimeError as error:
             if not self._start(self._has_died(member, str(error))).result():
                 raise  # it has refused them, and would again

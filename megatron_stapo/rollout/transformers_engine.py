@@ -4,14 +4,14 @@ A sample draws from a random stream of its own, so that the batch it is in does 
 rows of a batch are prompts of unlike lengths, padded on the left.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_stapo.config import Config
 from megatron_stapo.rollout import compute_request_seed
-from megatron_stapo.rollout.weight_transfer import Checklist
+from megatron_stapo.rollout.weight_transfer import Checklist, WeightUpdate
 from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 
 
@@ -76,22 +76,17 @@ class TransformersEngine:
         """See `Engine`."""
         return [] if policy_version == self.policy_version else [0]
 
-    def update_weights(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        policy_version: int,
-        engine_index: int = 0,
-    ) -> None:
+    def update_weights(self, update: WeightUpdate, engine_index: int = 0) -> None:
         """See `Engine`."""
         # A tied head is no parameter of its own here.
         parameters = dict(self._model.named_parameters())
         checklist = Checklist({name: p.shape for name, p in parameters.items()})
         with torch.no_grad():
-            for name, tensor in named_tensors:
+            for name, tensor in update.receive():
                 checklist.take(name, tensor.shape)
                 parameters[name].copy_(tensor)
         checklist.check_complete()
-        self.policy_version = policy_version
+        self.policy_version = update.policy_version
 
     def close(self) -> None:
         """Nothing is held outside the process."""

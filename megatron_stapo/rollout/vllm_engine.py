@@ -3,37 +3,34 @@
 Runs in the trainer's rank 0 and never imports vllm. `vllm_server` says how the process is started,
 and `pool` shares the requests among the servers.
 
-Invariant: during an update the trainer waits for HTTP answers and for nothing else, and looks at
-the server's health meanwhile. So a dead server is an error within seconds, where a collective would
-sit out its time-out.
+Invariant: during an HTTP call the trainer looks at the server's health. So a dead server is an
+error within seconds.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import socket
-import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import torch
 import torch.distributed as dist
 
 from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.rollout import compute_request_seed
+from megatron_stapo.rollout.background import run_in_thread
 from megatron_stapo.rollout.weight_transfer import (
     TIMEOUT_S,
     ConnectInfo,
-    TransferGroup,
-    broadcast,
-    connect,
-    iter_buckets,
+    WeightUpdate,
+    name_hashes,
+    name_schedule,
 )
 from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 
@@ -72,8 +69,7 @@ class VllmEngine:
         self.policy_version = 0
         """Number of completed steps of its weights."""
         self._server_version = _CHECKPOINT_VERSION
-        self._group: TransferGroup | None = None
-        self._store: dist.TCPStore | None = None
+        self._link: tuple[ConnectInfo, dist.TCPStore] | None = None
         self._wait_until_healthy()
 
     async def sample(self, prompt: Prompt, num_samples: int, sampling: Sampling) -> RolloutGroup:
@@ -166,13 +162,10 @@ class VllmEngine:
         self.policy_version = 0
         self._server_version = _CHECKPOINT_VERSION
 
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
-    ) -> None:
+    def update_weights(self, update: WeightUpdate) -> None:
         """Replace all weights; see `Engine`.
 
-        Communicates: per bucket one HTTP call and, beside it, one broadcast to the engine's
-            workers.
+        Communicates: HTTP calls, and beside the longest of them as `WeightUpdate.send`.
 
         Raises:
             RuntimeError: a tensor is missing, unknown, repeated or misshapen, or the server died or
@@ -180,31 +173,39 @@ class VllmEngine:
         """
         doing = "update_weights"
         try:
-            if self._group is None:
-                self._group = self._open_group()
             # Empties the prefix cache, which holds what the old weights made of the prompts.
             self._post(doing, "pause")
+            is_new = self._link is None
+            connect_info, store = self._link = self._link or self._open_link(update)
             self._post(doing, "start_weight_update")
-            for info, flat in iter_buckets(named_tensors):
-                work = broadcast(self._group, flat)
-                self._post(doing, "update_weights", {"update_info": asdict(info)})
-                work.wait()
-            self._server_version = str(policy_version)
+            info = {"policy_version": update.policy_version, "is_probe": update.is_probe}
+            receiving = run_in_thread(
+                lambda: self._post(doing, "update_weights", {"update_info": info})
+            )
+            try:
+                update.send(connect_info, store if is_new else None)
+            except Exception:
+                # The server's own word says more than a broken connection.
+                with contextlib.suppress(TimeoutError):
+                    receiving.result(TIMEOUT_S)
+                raise
+            receiving.result()
+            self._server_version = str(update.policy_version)
             self._post(doing, "finish_weight_update", {"weight_version": self._server_version})
             self._post(doing, "resume")
+            if update.is_probe:
+                update.hashes = [
+                    json.loads(store.get(name_hashes(update.policy_version, rank)))
+                    for rank in range(connect_info.num_engine_ranks)
+                ]
         except BaseException:
-            if self._group is not None:
-                # Takes a broadcast that nobody receives off the GPU. Over gloo it stays until its
-                # time-out, and the group with it.
-                self._group.abort()
+            self._link = None
             raise
-        self.policy_version = policy_version
+        self.policy_version = update.policy_version
 
     def close(self) -> None:
-        """Leave the group. The server runs on: who started it ends it."""
-        if self._group is not None:
-            self._group.abort()
-        self._group = self._store = None
+        """Forget the server's connections. It runs on: who started it ends it."""
+        self._link = None
 
     def _wait_until_healthy(self) -> None:
         start_timeout_s = self._config.rollout.start_timeout_s
@@ -222,35 +223,28 @@ class VllmEngine:
                     ) from error
             time.sleep(0.2)
 
-    def _open_group(self) -> TransferGroup:
-        """Connect to the engine's workers: they answer while this end waits in a thread."""
+    def _open_link(self, update: WeightUpdate) -> tuple[ConnectInfo, dist.TCPStore]:
+        """Tell the engine's ranks where to find the trainer's, and what they will receive."""
         address = urlsplit(self.url)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Sends nothing; it asks the routing table for our address as the engine sees it.
             probe.connect((address.hostname, address.port))
             host = probe.getsockname()[0]
-        self._store = dist.TCPStore(
+        store = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
         )
+        schedules = update.format_schedules()
+        for rank, schedule in enumerate(schedules):
+            store.set(name_schedule(rank), schedule)
         info = ConnectInfo(
             host=host,
-            port=self._store.port,
-            world_size=1 + self._config.rollout.num_engine_ranks,
+            port=store.port,
+            num_trainer_ranks=self._config.parallel.world_size,
+            num_engine_ranks=len(schedules),
         )
-        # With its index: a new thread has its own idea of the current GPU.
-        device = torch.empty(0, device=self._config.parallel.device).device
-        opened: Future[TransferGroup] = Future()
-
-        def wait_for_workers() -> None:
-            try:
-                opened.set_result(connect(self._store, 0, info.world_size, device))
-            except Exception as error:
-                opened.set_exception(error)
-
-        # A daemon, so that the trainer can end while it waits for workers that never come.
-        threading.Thread(target=wait_for_workers, daemon=True).start()
+        # Each rank compares it with its own model, before anything is sent.
         self._post("update_weights", "init_weight_transfer_engine", {"init_info": asdict(info)})
-        return opened.result()
+        return info, store
 
     def _post(self, doing: str, path: str, payload: Any = None) -> Any:
         """POST, and look at the server's health until the answer is there.

@@ -3,16 +3,19 @@
 The only file that imports vllm. vLLM imports it in every worker, for `--worker-extension-cls` names
 `Registration`.
 
-Invariant: a worker receives every bucket that is announced before it looks at it, so that a refused
-one leaves no end waiting for the other.
+Invariant: a worker receives every bucket, also when it has refused one, so that no end waits for
+the other.
 """
 
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -21,86 +24,161 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from megatron_stapo.config import load_model_json
+from megatron_stapo.rollout.engine_parts import list_parts
+from megatron_stapo.rollout.shard_tensor import ShardTensor
 from megatron_stapo.rollout.vllm_server import WEIGHT_TRANSFER_BACKEND
 from megatron_stapo.rollout.weight_transfer import (
-    BucketInfo,
-    Checklist,
+    Bucket,
     ConnectInfo,
-    broadcast,
-    connect,
-    unpack,
+    Part,
+    Reception,
+    TransferGroup,
+    exchange,
+    hash_tensor,
+    name_hashes,
+    name_schedule,
+    parse_buckets,
 )
 
 
-class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
-    """Receives buckets over gloo or NCCL and loads them as vLLM loads a checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class UpdateInfo:
+    """What is to know of an update before it begins."""
+
+    policy_version: int
+    is_probe: bool
+    """Whether to tell what was received."""
+
+
+class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
+    """Receives this rank's parts over gloo or NCCL and loads them as vLLM loads a checkpoint.
 
     vLLM's layer-wise reload keeps a layer's tensors until the layer is complete, then repeats what
-    loading did to them: it fuses, shards and repacks into the memory that the running model reads.
-    Loading into the model at once would fail where layers are repacked, as on a CPU.
+    loading did to them: it fuses, quantises and repacks into the memory that the running model
+    reads. Loading into the model at once would fail where layers are repacked, as on a CPU.
     """
 
     init_info_cls = ConnectInfo
-    update_info_cls = BucketInfo
+    update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Join the trainer's group."""
-        store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
-        rank = 1 + self.parallel_config.rank
-        self._group = connect(store, rank, init_info.world_size, self.device)
+        """Read what this rank will receive, and hold it against its model.
+
+        Raises:
+            RuntimeError: names, shapes or parts are not those of the model.
+        """
+        self._connect_info = init_info
+        self._group: TransferGroup | None = None
+        self._store = init_info.open_store()
+        schedule = self._store.get(name_schedule(self.parallel_config.rank))
+        self._buckets = parse_buckets(schedule.decode())
+        tp, pp = get_tp_group(), get_pp_group()
+        check_schedule(
+            self._buckets,
+            self.model_config.model,
+            [tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size],
+        )
 
     def start_weight_update(self) -> None:
         """Prepare every layer for new weights."""
-        shapes = _read_checkpoint_shapes(self.model_config.model)
-        if "lm_head.weight" not in dict(self.model.named_parameters()):
-            # The head is tied, although some folders hold it a second time.
-            shapes.pop("lm_head.weight", None)
-        self._checklist = Checklist(shapes)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one bucket and load it."""
+        """Receive all parts and load them."""
         self.receive_weights(self.parse_update_info(update_info))
         # The base class synchronizes whatever the device, and a CPU is no accelerator.
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
-        """Receive one bucket and load it.
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive all parts and load them.
 
         Raises:
-            RuntimeError: a tensor that the checkpoint does not have.
+            RuntimeError: a loader asks for another part.
         """
-        # New memory for every bucket, since layers keep parts of it until they are complete.
-        dtype = getattr(torch, update_info.dtype)
-        flat = torch.empty(update_info.num_elements, dtype=dtype, device=self.device)
-        broadcast(self._group, flat).wait()
-        for name, shape in zip(update_info.names, update_info.shapes, strict=True):
-            self._checklist.take(name, shape)
-        self.model.load_weights(unpack(update_info, flat))
+        if self._group is None:
+            rank = self._connect_info.num_trainer_ranks + self.parallel_config.rank
+            self._group = self._connect_info.connect(self._store, rank, self.device)
+        hashes: dict[str, int] = {}
+        refusal = None
+        for bucket in self._buckets:
+            reception = Reception(bucket, self.model_config.dtype, self.device)
+            exchange(self._group, [], reception.receives)
+            parts = reception.unpack()
+            if update_info.is_probe:
+                hashes |= {part.name: hash_tensor(tensor) for part, tensor in parts}
+            try:
+                load_parts(self.model, parts)
+            except Exception as error:
+                refusal = refusal or error
+        if refusal:
+            raise refusal
+        if update_info.is_probe:
+            key = name_hashes(update_info.policy_version, self.parallel_config.rank)
+            self._store.set(key, json.dumps(hashes))
 
     def finish_weight_update(self) -> None:
-        """Finish the layers that received no tensor of their own.
-
-        Raises:
-            RuntimeError: tensors are missing.
-        """
-        self._checklist.check_complete()
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            # There the head multiplies with a packed copy of its weight. A tied head receives no
-            # tensor, so vLLM 0.32 leaves it with the copy of the old embedding.
-            for module in self.model.modules():
-                if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+        """Finish the layers that received no tensor of their own."""
+        finish_loading(self.model, self.model_config, self.device)
 
     def shutdown(self) -> None:
         """Leave the group, if it was ever made."""
         self._group = None
 
 
+def load_parts(model: torch.nn.Module, parts: Iterable[tuple[Part, torch.Tensor]]) -> None:
+    """Give parts to vLLM's loaders, between `initialize_layerwise_reload` and `finish_loading`.
+
+    Raises:
+        RuntimeError: a loader asks for another part than is there, or for none.
+    """
+    named = {
+        part.name: tensor if part.is_whole else ShardTensor(part, tensor) for part, tensor in parts
+    }
+    model.load_weights(named.items())
+    for name, tensor in named.items():
+        if isinstance(tensor, ShardTensor) and not tensor.was_taken:
+            raise RuntimeError(f"weight {name}: the engine's model has not loaded it.")
+
+
+def finish_loading(model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+    """Finish the layers that received no tensor of their own."""
+    finalize_layerwise_reload(model, model_config)
+    if device.type == "cpu":
+        # There the head multiplies with a packed copy of its weight. A tied head receives no
+        # tensor, so vLLM 0.32 leaves it with the copy of the old embedding.
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def check_schedule(buckets: Iterable[Bucket], path: str, place: list[int]) -> None:
+    """Hold what a rank will receive against what its model has.
+
+    Args:
+        buckets: of all that the rank will receive.
+        path: folder that the engine started from.
+        place: tensor-parallel rank and size, pipeline rank and size.
+
+    Raises:
+        RuntimeError: names, shapes or parts are not those of the model.
+    """
+    sent = {part.name: part for bucket in buckets for part in bucket.parts}
+    expected = {p.name: p for module in list_parts(load_model_json(path), *place) for p in module}
+    if wrong := sorted(n for n in sent | expected if sent.get(n) != expected.get(n)):
+        raise RuntimeError(
+            f"weight {wrong[0]}: the trainer sends {sent.get(wrong[0])}, and this engine's rank "
+            f"takes {expected.get(wrong[0])}; {len(wrong)} tensors differ in this way."
+        )
+    shapes = _read_checkpoint_shapes(path)
+    for name, part in sent.items():
+        if shapes.pop(name, None) != list(part.shape):
+            raise RuntimeError(f"weight {name}: {path} holds none of shape {list(part.shape)}.")
+
+
 def _read_checkpoint_shapes(path: str) -> dict[str, list[int]]:
-    """Shapes in the files that the server started from: all that an update must bring again."""
+    """Shapes in the files that the server started from."""
     shapes: dict[str, list[int]] = {}
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:

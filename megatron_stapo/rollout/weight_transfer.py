@@ -1,94 +1,332 @@
-"""New weights from the trainer's rank 0 to the workers of an engine: the part that both ends share.
+"""New weights from the trainer's ranks to the engines' ranks: the part that both ends share.
 
-A bucket is one flat tensor of one dtype, sent as one broadcast, and a description that travels
-beside it as JSON. `iter_buckets` and `unpack` are inverse to each other bit for bit.
+What an engine's rank takes of a Hugging Face tensor is a `Part`. Its pieces come from the trainer
+ranks that hold them, in messages, a bucket at a time. Both ends go through the same buckets in the
+same order, so that nothing but elements travels.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
-BUCKET_BYTES = 256 << 20
-"""Size at which a bucket is sent. An 8B model in bf16 takes about 60, at one HTTP call each. Rank 0
-holds a bucket twice, as tensors and packed; a worker holds it once beside an unfinished layer."""
-
 TIMEOUT_S = 60.0
-"""Longest wait of one end for the other in a broadcast, or while they connect."""
+"""Longest wait of one end for the other in a message, or while they connect."""
 
-type TransferGroup = dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+_POLL_S = 0.001
+_HASH_CHUNK = 1 << 22
+
+type TransferGroup = dist.ProcessGroup
+
+type Hashes = list[dict[str, int]]
+"""`hash_tensor` of what every rank of an engine takes, by Hugging Face name."""
+
+
+class Region(NamedTuple):
+    """Rows and columns of a Hugging Face tensor, each up to but without its end. A vector is one
+    column."""
+
+    first_row: int
+    end_row: int
+    first_column: int
+    end_column: int
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor."""
+        return cls(0, shape[0], 0, shape[1] if len(shape) > 1 else 1)
+
+    @property
+    def num_rows(self) -> int:
+        """Height."""
+        return self.end_row - self.first_row
+
+    @property
+    def num_columns(self) -> int:
+        """Width."""
+        return self.end_column - self.first_column
+
+    @property
+    def num_elements(self) -> int:
+        """Area."""
+        return self.num_rows * self.num_columns
+
+    def intersect(self, other: "Region") -> "Region":
+        """What both have; of no element where they are apart."""
+        first_row = max(self.first_row, other.first_row)
+        first_column = max(self.first_column, other.first_column)
+        return Region(
+            first_row,
+            max(first_row, min(self.end_row, other.end_row)),
+            first_column,
+            max(first_column, min(self.end_column, other.end_column)),
+        )
+
+    def cut(self, matrix: torch.Tensor, inner: "Region") -> torch.Tensor:
+        """The view of a matrix of this region that shows the inner one."""
+        rows = slice(inner.first_row - self.first_row, inner.end_row - self.first_row)
+        columns = slice(
+            inner.first_column - self.first_column, inner.end_column - self.first_column
+        )
+        return matrix[rows, columns]
+
+
+class Part(NamedTuple):
+    """What a rank of an engine takes of one tensor."""
+
+    name: str
+    """Hugging Face's."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    region: Region
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.region == Region.whole(self.shape)
+
+
+class Message(NamedTuple):
+    """Pieces of parts that one rank sends to another, one after the other."""
+
+    sender: int
+    pieces: list[tuple[str, Region]]
+    """Name of the tensor and its region."""
+    is_direct: bool
+    """Whether the only piece is received where it belongs: it has all columns of its part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """What one rank receives together, and loads before the next."""
+
+    parts: list[Part]
+    messages: list[Message]
+
+    def count_bytes(self, element_bytes: int) -> int:
+        """What the rank holds of it before it is loaded: its parts, and pieces on their way into
+        parts."""
+        num_elements = sum(part.region.num_elements for part in self.parts)
+        for message in self.messages:
+            if not message.is_direct:
+                num_elements += sum(region.num_elements for _, region in message.pieces)
+        return num_elements * element_bytes
+
+
+def format_buckets(buckets: Sequence[Bucket]) -> str:
+    """Write a rank's buckets as JSON."""
+    return json.dumps([[bucket.parts, bucket.messages] for bucket in buckets])
+
+
+def parse_buckets(text: str) -> list[Bucket]:
+    """Undo `format_buckets`."""
+    return [
+        Bucket(
+            parts=[Part(name, tuple(shape), Region(*region)) for name, shape, region in parts],
+            messages=[
+                Message(sender, [(name, Region(*region)) for name, region in pieces], is_direct)
+                for sender, pieces, is_direct in messages
+            ],
+        )
+        for parts, messages in json.loads(text)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectInfo:
-    """Where the trainer waits for the workers."""
+    """Where the trainer's ranks and the engine's find each other."""
 
     host: str
     port: int
-    """Of the trainer's store."""
-    world_size: int
-    """All workers, and the trainer."""
+    """Of rank 0's store."""
+    num_trainer_ranks: int
+    """The engine's ranks are numbered after them."""
+    num_engine_ranks: int
+
+    def open_store(self) -> dist.TCPStore:
+        """The store, for a rank other than 0."""
+        timeout = timedelta(seconds=TIMEOUT_S)
+        return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+
+    def connect(self, store: dist.Store, rank: int, device: torch.device) -> TransferGroup:
+        """Make a group of all these ranks, apart from the default group of either end: NCCL or
+        gloo.
+
+        Args:
+            store: rank 0's own, or `open_store`.
+            rank: of the trainer's ranks, or num_trainer_ranks and above.
+            device: of this rank's weights.
+
+        Communicates: connects all ranks; waits at most TIMEOUT_S.
+        """
+        group_type = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        world_size = self.num_trainer_ranks + self.num_engine_ranks
+        group: TransferGroup = group_type(store, rank, world_size, timedelta(seconds=TIMEOUT_S))
+        return group
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketInfo:
-    """What a bucket holds, in the order of its elements."""
-
-    names: list[str]
-    """Hugging Face names."""
-    shapes: list[list[int]]
-    dtype: str
-    """Name of a torch dtype, e.g. bfloat16."""
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the flat tensor."""
-        return sum(prod(shape) for shape in self.shapes)
+def name_schedule(engine_rank: int) -> str:
+    """The store's key of what a rank of the engine receives, as `format_buckets` writes it."""
+    return f"schedule/{engine_rank}"
 
 
-def iter_buckets(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[BucketInfo, torch.Tensor]]:
-    """Pack tensors in their order; a bucket ends at bucket_bytes, or where the dtype changes.
+def name_hashes(policy_version: int, engine_rank: int) -> str:
+    """The store's key of what a rank of the engine found in a probe: JSON, by name."""
+    return f"hashes/{policy_version}/{engine_rank}"
 
-    Yields:
-        The description and the flat tensor, a copy. A tensor over bucket_bytes fills a bucket of
-        its own.
+
+class WeightUpdate(Protocol):
+    """One update of one engine, as the rank that drives the engine sees it.
+
+    An engine in this process calls `receive` alone. One in processes of its own is told where its
+    ranks find the trainer's; then `send` runs while they receive.
     """
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
 
-    def flush() -> tuple[BucketInfo, torch.Tensor]:
-        info = BucketInfo(
-            names=list(names),
-            shapes=[list(tensor.shape) for tensor in tensors],
-            dtype=str(tensors[0].dtype).removeprefix("torch."),
-        )
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        names.clear()
-        tensors.clear()
-        return info, flat
+    policy_version: int
+    """Number of completed steps of the weights."""
+    is_probe: bool
+    """Whether the engine's ranks have to hash what they receive."""
+    hashes: Hashes
+    """What they found. `receive` fills it, or the engine."""
 
-    for name, tensor in named_tensors:
-        num_bytes = sum(held.nbytes for held in tensors) + tensor.nbytes
-        if tensors and (num_bytes > bucket_bytes or tensor.dtype != tensors[0].dtype):
-            yield flush()
-        names.append(name)
-        tensors.append(tensor)
-    if tensors:
-        yield flush()
+    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of an engine that is this process: Hugging Face names, each once, lazily."""
+        ...
+
+    def format_schedules(self) -> list[str]:
+        """`format_buckets` for each of the engine's ranks."""
+        ...
+
+    def send(self, connect_info: ConnectInfo, store: dist.Store | None) -> None:
+        """Tell the other trainer ranks, and send this rank's messages.
+
+        Args:
+            store: rank 0's, where the ranks have yet to connect; None where they are connected.
+        """
+        ...
 
 
-def unpack(info: BucketInfo, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Cut a bucket into its tensors, which are views of flat."""
-    pieces = flat.split([prod(shape) for shape in info.shapes])
-    return [
-        (name, piece.view(shape))
-        for name, piece, shape in zip(info.names, pieces, info.shapes, strict=True)
-    ]
+def exchange(
+    group: TransferGroup,
+    sends: Sequence[tuple[int, torch.Tensor]],
+    receives: Sequence[tuple[int, torch.Tensor]],
+) -> None:
+    """Send contiguous tensors to ranks, and receive into others.
+
+    Messages between two ranks keep their order.
+
+    Communicates: point to point; waits at most TIMEOUT_S for each.
+
+    Raises:
+        RuntimeError: another rank is gone, or silent for too long.
+    """
+    if not sends and not receives:
+        return
+    device = (sends or receives)[0][1].device
+    if device.type == "cuda":
+        # All at once: in an order of their own, ranks that send to each other would wait for ever.
+        group._start_coalescing(device)
+    works = [group.recv([tensor], rank, 0) for rank, tensor in receives]
+    works += [group.send([tensor], rank, 0) for rank, tensor in sends]
+    if device.type != "cuda":
+        for work in works:
+            work.wait(timedelta(seconds=TIMEOUT_S))
+        return
+    work = group._end_coalescing(device)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    # NCCL's own wait holds up the GPU and returns; a rank that is gone would never let it go on.
+    while not work.is_completed():
+        if time.monotonic() > deadline_s:
+            group.abort()
+            raise RuntimeError(f"no answer of another rank within {TIMEOUT_S:g} s")
+        time.sleep(_POLL_S)
+    work.wait()
+
+
+class Reception:
+    """The memory that one bucket is received into."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int | None = None,
+        read: Callable[[str, Region], torch.Tensor] | None = None,
+    ) -> None:
+        """Allocate it.
+
+        Args:
+            rank: of a receiver that is a sender, too. What it sends itself is copied.
+            read: gives a view of what it holds itself.
+        """
+        self._parts: dict[str, tuple[Part, torch.Tensor]] = {}
+        for part in bucket.parts:
+            shape = (part.region.num_rows, part.region.num_columns)
+            self._parts[part.name] = (part, torch.empty(shape, dtype=dtype, device=device))
+        self._flats: list[tuple[list[tuple[str, Region]], torch.Tensor]] = []
+        self.receives: list[tuple[int, torch.Tensor]] = []
+        """Sender and contiguous tensor of every message, for `exchange`."""
+        for message in bucket.messages:
+            if message.sender == rank:
+                assert read is not None
+                for name, region in message.pieces:
+                    self._find(name, region).copy_(read(name, region))
+            elif message.is_direct:
+                self.receives.append((message.sender, self._find(*message.pieces[0])))
+            else:
+                num_elements = sum(region.num_elements for _, region in message.pieces)
+                flat = torch.empty(num_elements, dtype=dtype, device=device)
+                self._flats.append((message.pieces, flat))
+                self.receives.append((message.sender, flat))
+
+    def _find(self, name: str, region: Region) -> torch.Tensor:
+        part, tensor = self._parts[name]
+        return part.region.cut(tensor, region)
+
+    def unpack(self) -> list[tuple[Part, torch.Tensor]]:
+        """Put the pieces in their places, once they are received.
+
+        Returns:
+            Every part with its elements, in the order of the bucket; vectors as such.
+        """
+        while self._flats:
+            pieces, flat = self._flats.pop()
+            self.receives.clear()
+            for (name, region), piece in zip(
+                pieces, flat.split([region.num_elements for _, region in pieces]), strict=True
+            ):
+                self._find(name, region).copy_(piece.view(region.num_rows, region.num_columns))
+        return [
+            (part, tensor if len(part.shape) > 1 else tensor[:, 0])
+            for part, tensor in self._parts.values()
+        ]
+
+
+def hash_tensor(tensor: torch.Tensor) -> int:
+    """A number that another order or another bit of the elements changes, made on their device.
+
+    Args:
+        tensor: of 2 or 4 bytes per element.
+
+    Returns:
+        The sum of the elements' bits, each times an odd number of its position, modulo 2^64.
+    """
+    bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    flat = tensor.contiguous().view(-1).view(bits)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, flat.numel(), _HASH_CHUNK):
+        chunk = flat[start : start + _HASH_CHUNK].long()
+        weight = torch.arange(start, start + chunk.numel(), device=tensor.device)
+        weight = weight * 0x1E3779B97F4A7C15
+        weight = ((weight ^ (weight >> 29)) * 0x3F58476D1CE4E5B9) | 1
+        total += (chunk * weight).sum()
+    return int(total)
 
 
 class Checklist:
@@ -116,28 +354,3 @@ class Checklist:
         """Raises: RuntimeError: the update left tensors out."""
         if self._due:
             raise RuntimeError(f"the weight update left out {sorted(self._due)}.")
-
-
-def connect(store: dist.Store, rank: int, world_size: int, device: torch.device) -> TransferGroup:
-    """Make a group of its own, apart from the default group of either end: NCCL or gloo.
-
-    Args:
-        store: where the ranks find each other; the trainer's.
-        rank: 0 is the trainer, 1 and above are the engine's workers.
-        world_size: the workers and the trainer.
-        device: of this end's buckets.
-
-    Communicates: connects all ranks and broadcasts one element; waits at most TIMEOUT_S.
-    """
-    group_type = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    group = group_type(store, rank, world_size, timedelta(seconds=TIMEOUT_S))
-    # NCCL connects in its first operation: here, while the other end is known to wait for it.
-    broadcast(group, torch.zeros(1, device=device)).wait()
-    return group
-
-
-def broadcast(group: TransferGroup, tensor: torch.Tensor) -> dist.Work:
-    """Start sending the trainer's tensor into every worker's."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([tensor], options)

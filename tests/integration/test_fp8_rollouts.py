@@ -20,6 +20,7 @@ from tests.integration.test_vllm_engine import (
     Server,
     generate,
 )
+from tests.single_trainer import SingleTrainer
 from tests.workers import build_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -64,7 +65,7 @@ def engine(model_path, tmp_path_factory):
     )
     server = Server(config, tmp_path_factory.mktemp("logs") / "server.log")
     engine = EnginePool(config, [VllmEngine(config, server.url, STOP_TOKEN_IDS)])
-    yield engine
+    yield engine, SingleTrainer(config)
     engine.close()
     server.close()
 
@@ -103,10 +104,11 @@ def measure_mean_gap(groups, model_path, weights):
 
 @pytest.mark.parametrize("policy_version", [0, 1, 2])
 def test_the_engine_samples_from_the_quantised_weights(engine, model_path, policy_version):
+    engine, trainer = engine
     weights = load_file(model_path / "model.safetensors")
     if policy_version:
         weights = perturb(weights, policy_version)
-        engine.update_weights(weights.items(), policy_version)
+        engine.update_weights(trainer.update(weights, policy_version))
     groups = generate(engine)
     quantised = measure_mean_gap(groups, model_path, round_trip(weights))
     plain = measure_mean_gap(groups, model_path, weights)

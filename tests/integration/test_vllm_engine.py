@@ -23,7 +23,9 @@ from megatron_stapo.rollout import EngineDiedError
 from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine
 from megatron_stapo.rollout.vllm_server import build_server_arguments, build_server_environment
+from megatron_stapo.rollout.weight_transfer import hash_tensor
 from megatron_stapo.types import Prompt, Sampling
+from tests.single_trainer import SingleTrainer
 from tests.workers import build_config
 
 pytestmark = pytest.mark.vllm
@@ -133,6 +135,11 @@ def weights(model_path):
     return load_file(model_path / "model.safetensors")
 
 
+@pytest.fixture(scope="module")
+def trainer(config):
+    return SingleTrainer(config)
+
+
 def perturb(weights, seed):
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -222,10 +229,12 @@ def test_samples_follow_the_softmax(engine, model_path):
 
 
 @pytest.mark.parametrize("policy_version", [1, 2])
-def test_new_weights_are_sampled_from(engine, model_path, weights, policy_version):
+def test_new_weights_are_sampled_from(engine, trainer, model_path, weights, policy_version):
     old = weights if policy_version == 1 else perturb(weights, policy_version - 1)
     new = perturb(weights, policy_version)
-    engine.update_weights(new.items(), policy_version)
+    update = trainer.update(new, policy_version)
+    engine.update_weights(update)
+    assert update.hashes == [{name: hash_tensor(tensor) for name, tensor in new.items()}]
     groups = generate(engine)
     assert measure_gap(groups, model_path, new) < 1e-4
     # So far apart that a skipped or a partial update would show.
@@ -233,34 +242,38 @@ def test_new_weights_are_sampled_from(engine, model_path, weights, policy_versio
     assert {r.policy_version for group in groups for r in group.rollouts} == {policy_version}
 
 
-def transpose(weights):
-    weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].T
+def transpose(part):
+    return part._replace(shape=part.shape[::-1])
 
 
-def rename(weights):
-    weights["model.layers.1.mlp.up.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
-
-
-def drop(weights):
-    del weights["model.layers.1.self_attn.k_proj.weight"]
+def rename(part):
+    return part._replace(name=part.name.replace("_proj", ""))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (transpose, r"layers.1.mlp.up_proj.weight: got shape \(64, 96\)"),
-        (rename, "layers.1.mlp.up.weight: the engine's model has no such tensor"),
+        (transpose, r"weight model.layers.1.mlp.up_proj.weight: the trainer sends .*\(64, 96\)"),
+        (rename, "weight model.layers.1.mlp.up.weight: .*this engine's rank takes None; 2 tensors"),
         # The last one, after which the engine takes no further update.
-        (drop, r"left out \['model.layers.1.self_attn.k_proj.weight'\]"),
+        (None, r"weight model.layers.1.mlp.up_proj.weight: the trainer sends None"),
     ],
 )
-def test_an_update_that_is_not_the_model_is_refused(engine, weights, change, message):
-    weights = dict(weights)
-    change(weights)
-    start = time.monotonic()
+def test_an_update_that_is_not_the_model_is_refused_before_it_begins(
+    engine, config, weights, change, message
+):
+    trainer = SingleTrainer(config)
+    for module in trainer.parts[0]:
+        for index, part in enumerate(module):
+            if part.name == "model.layers.1.mlp.up_proj.weight":
+                module[index : index + 1] = [change(part)] if change else []
+    weights = weights | {"model.layers.1.mlp.up.weight": torch.zeros(96, 64)}
+    # No link yet, so that the schedule is looked at.
+    engine._members[0].engine.close()
+    update = trainer.update(weights, 3)
+    update.send = None  # would fail another way
     with pytest.raises(RuntimeError, match=f"during update_weights: .*{message}"):
-        engine.update_weights(weights.items(), policy_version=3)
-    assert time.monotonic() - start < DEADLINE_S
+        engine.update_weights(update)
 
 
 def test_a_server_that_dies_under_generate_is_an_error(engine, servers):
@@ -276,21 +289,16 @@ def test_a_server_that_dies_under_generate_is_an_error(engine, servers):
 
 def test_an_engine_that_dies_under_an_update_is_an_error(config, servers, weights):
     engine = EnginePool(config, [VllmEngine(config, servers[1].url, STOP_TOKEN_IDS)])
-    engine.update_weights(weights.items(), policy_version=1)
+    trainer = SingleTrainer(config, bucket_bytes=40_000)
+    engine.update_weights(trainer.update(weights, 1))
 
-    def stream():
-        names = list(weights)
-        for name in names[:-3]:
-            yield name, weights[name]
-        # Another dtype closes the bucket: it has been sent when the generator runs on.
-        yield names[-3], weights[names[-3]].double()
-        servers[1].kill_engine_core()
-        for name in names[-2:]:
-            yield name, weights[name]
+    def kill(number):
+        if number == 2:
+            servers[1].kill_engine_core()
 
     start = time.monotonic()
-    with pytest.raises(EngineDiedError, match=r"during update_weights: .*See its log|see its log"):
-        engine.update_weights(stream(), policy_version=2)
+    with pytest.raises(EngineDiedError):
+        engine.update_weights(trainer.update(weights, 2, kill))
     assert time.monotonic() - start < DEADLINE_S
     assert not engine.is_serving
     engine.close()

@@ -4,6 +4,7 @@ import json
 import threading
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 STOP = 1
 GENERATE = "/inference/v1/generate"
@@ -67,3 +68,14 @@ def build_choice(index=0, token_ids=(4, 9, STOP), finish_reason="stop", version=
 def answer_well(request):
     choices = [build_choice(i) for i in range(request["sampling_params"]["n"])]
     return 200, json.dumps({"choices": choices}).encode()
+
+
+def build_update(policy_version, send=lambda connect_info, store: None):
+    """An update of weights that sends nothing, or calls send."""
+    return SimpleNamespace(
+        policy_version=policy_version,
+        is_probe=False,
+        hashes=[],
+        format_schedules=lambda: ["[]"],
+        send=send,
+    )

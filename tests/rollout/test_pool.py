@@ -14,7 +14,14 @@ from megatron_stapo.rollout import EngineDiedError, compute_request_seed
 from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine
 from megatron_stapo.types import Prompt, Sampling
-from tests.rollout.fake_server import GENERATE, STOP, FakeServer, build_choice, serve
+from tests.rollout.fake_server import (
+    GENERATE,
+    STOP,
+    FakeServer,
+    build_choice,
+    build_update,
+    serve,
+)
 from tests.workers import build_config
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_response_tokens=3)
@@ -220,9 +227,9 @@ def test_an_engine_that_never_comes_back_is_an_error_that_says_of_what_it_died(b
 
 def test_a_restarted_engine_gets_no_request_before_the_weights(build_pool, monkeypatch):
     pool, servers, events = build_pool(2)
-    monkeypatch.setattr(VllmEngine, "_open_group", lambda engine: None)
+    monkeypatch.setattr(VllmEngine, "_open_link", lambda engine, update: (None, None))
     for index in range(2):
-        pool.update_weights([], 3, index)
+        pool.update_weights(build_update(3), index)
     assert list_tokens(pool.generate(PROMPTS, NUM_SAMPLES, SAMPLING)) == expect(3)
     servers.kill(0)
     wait_until(lambda: events)
@@ -234,7 +241,7 @@ def test_a_restarted_engine_gets_no_request_before_the_weights(build_pool, monke
     # While the other is busy, the new one gets the weights, and then its share.
     servers.running[1].gate.clear()
     call = Call(pool)
-    pool.update_weights([], 3, 0)
+    pool.update_weights(build_update(3), 0)
     servers.running[1].gate.set()
     call.finish()
     assert pool.list_stale(3) == []
@@ -245,9 +252,9 @@ def test_a_restarted_engine_gets_no_request_before_the_weights(build_pool, monke
 
 def test_a_restart_that_nobody_saw_is_noticed_by_the_weights_version(build_pool, monkeypatch):
     pool, servers, events = build_pool(2)
-    monkeypatch.setattr(VllmEngine, "_open_group", lambda engine: None)
+    monkeypatch.setattr(VllmEngine, "_open_link", lambda engine, update: (None, None))
     for index in range(2):
-        pool.update_weights([], 1, index)
+        pool.update_weights(build_update(1), index)
     # The same process answers again: it has its weights, and serves on without an update.
     servers.running[0].answers["/health"] = lambda request: (503, b"")
     wait_until(lambda: events)
@@ -264,15 +271,15 @@ def test_a_restart_that_nobody_saw_is_noticed_by_the_weights_version(build_pool,
 
 def test_an_engine_that_dies_in_an_update_is_told_from_one_that_refuses(build_pool, monkeypatch):
     pool, servers, events = build_pool(2)
-    monkeypatch.setattr(VllmEngine, "_open_group", lambda engine: None)
+    monkeypatch.setattr(VllmEngine, "_open_link", lambda engine, update: (None, None))
     servers.running[1].answers["/start_weight_update"] = lambda request: (500, b"no such tensor")
     with pytest.raises(RuntimeError, match="no such tensor") as refused:
-        pool.update_weights([], 1, 1)
+        pool.update_weights(build_update(1), 1)
     assert not isinstance(refused.value, EngineDiedError)
     servers.running[0].answers["/health"] = lambda request: (503, b"EngineDeadError")
     servers.running[0].answers["/start_weight_update"] = lambda request: (500, b"EngineDeadError")
     with pytest.raises(EngineDiedError, match="EngineDeadError"):
-        pool.update_weights([], 1, 0)
+        pool.update_weights(build_update(1), 0)
     assert [(name, values["index"]) for name, values in events] == [("engine_died", 0)]
 
 

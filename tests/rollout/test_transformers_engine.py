@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,12 +155,16 @@ def test_the_ends_of_the_interval_draw_a_token_that_can_occur(uniform):
     assert drawn.item() in (1, 2)
 
 
+def build_update(named_tensors, policy_version):
+    return SimpleNamespace(policy_version=policy_version, receive=lambda: iter(named_tensors))
+
+
 @pytest.mark.parametrize("embedding", ["tied", "untied"])
 def test_new_weights_are_sampled_from(tiny_models, embedding):
     engine = build_engine(tiny_models[embedding])
     before = list_rollouts(engine.generate(build_prompts(), 2, SAMPLING))
     weights = load_file(tiny_models[embedding] / "model.safetensors")
-    engine.update_weights(((name, 1.1 * w) for name, w in weights.items()), policy_version=5)
+    engine.update_weights(build_update(((name, 1.1 * w) for name, w in weights.items()), 5))
     for name, parameter in engine._model.named_parameters():
         assert torch.equal(parameter, 1.1 * weights[name]), name
     groups = engine.generate(build_prompts(), 2, SAMPLING)
@@ -192,11 +197,11 @@ def test_an_update_that_is_not_the_model_is_refused(tiny_models, change, message
     weights = load_file(tiny_models["untied"] / "model.safetensors")
     change(weights)
     with pytest.raises(RuntimeError, match=message):
-        engine.update_weights(weights.items(), policy_version=1)
+        engine.update_weights(build_update(weights.items(), 1))
 
 
 def test_an_update_with_a_repeated_tensor_is_refused(tiny_models):
     engine = build_engine(tiny_models["untied"])
     weights = list(load_file(tiny_models["untied"] / "model.safetensors").items())
     with pytest.raises(RuntimeError, match="or got it"):
-        engine.update_weights([*weights, weights[0]], policy_version=1)
+        engine.update_weights(build_update([*weights, weights[0]], 1))

@@ -4,17 +4,13 @@ import copy
 import json
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron_stapo.published_models import PUBLISHED
 from megatron_stapo.rollout import compute_request_seed
 from megatron_stapo.rollout.pool import EnginePool
 from megatron_stapo.rollout.vllm_engine import VllmEngine, parse_choices
-from megatron_stapo.rollout.weight_transfer import connect
 from megatron_stapo.types import Prompt, Sampling
 from tests.rollout.fake_server import (
     GENERATE,
@@ -22,6 +18,7 @@ from tests.rollout.fake_server import (
     FakeServer,
     answer_well,
     build_choice,
+    build_update,
     serve,
 )
 from tests.workers import build_config
@@ -271,40 +268,39 @@ def test_a_server_that_is_gone_is_an_error(server, engine):
         generate(engine)
 
 
-@contextmanager
-def joined_worker(server):
-    """Let the fake server join the trainer's group, as a worker that receives nothing."""
-    groups = []
-
-    def join(request):
-        info = request["init_info"]
-        store = dist.TCPStore(info["host"], info["port"], is_master=False)
-        groups.append(connect(store, 1, info["world_size"], torch.device("cpu")))
-        return 200, b"{}"
-
-    server.answers["/init_weight_transfer_engine"] = join
-    yield
-    # The trainer's outstanding broadcast ends with the connection.
-    groups.clear()
-
-
 @pytest.mark.parametrize(
-    "path", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+    "path",
+    [
+        "/pause",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ],
 )
 def test_a_refused_update_is_an_error_at_once(server, engine, path):
     server.answers[path] = lambda request: (500, b"no such tensor")
-    # Nothing to send where the refusal comes later, since this worker would not receive it.
-    weights = [] if path == "/finish_weight_update" else [("w", torch.ones(1000))]
     start = time.monotonic()
-    with joined_worker(server):
-        with pytest.raises(RuntimeError, match=f"refused {path} during .*no such tensor"):
-            engine.update_weights(weights, policy_version=1)
-        assert time.monotonic() - start < 5
-
-
-def test_an_engine_that_does_not_join_is_an_error_at_once(server, engine):
-    server.answers["/init_weight_transfer_engine"] = lambda request: (500, b"no route to host")
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"refused /init.* during update_weights.*no route"):
-        engine.update_weights([], policy_version=1)
+    with pytest.raises(RuntimeError, match=f"refused {path} during .*no such tensor"):
+        engine.update_weights(build_update(1))
     assert time.monotonic() - start < 5
+
+
+def test_what_the_server_says_comes_before_what_broke(server, engine):
+    def send(connect_info, store):
+        raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        engine.update_weights(build_update(1, send))
+    server.answers["/update_weights"] = lambda request: (500, b"no such tensor")
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        engine.update_weights(build_update(1, send))
+
+
+def test_the_ranks_connect_once(server, engine):
+    stores = []
+    update = build_update(1, lambda connect_info, store: stores.append(store))
+    for _ in range(2):
+        engine.update_weights(update)
+    assert stores[0] is not None and stores[1] is None
+    assert stores[0].get("schedule/0") == b"[]"

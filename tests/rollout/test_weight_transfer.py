@@ -5,57 +5,108 @@ import torch
 import torch.distributed as dist
 
 from megatron_stapo.rollout.weight_transfer import (
+    Bucket,
     Checklist,
-    broadcast,
-    connect,
-    iter_buckets,
-    unpack,
+    ConnectInfo,
+    Message,
+    Part,
+    Reception,
+    Region,
+    exchange,
+    format_buckets,
+    hash_tensor,
+    parse_buckets,
 )
 
-
-def build_tensors():
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(7, 3), (5,), (), (4, 2, 2), (1, 9)]
-    tensors = [(f"w{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)]
-    return [*tensors, ("transposed", torch.randn(6, 4, generator=generator).T)]
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 4 * 21, 4 * 27, 10**6])
-def test_buckets_carry_every_bit_in_order(bucket_bytes):
-    sent = build_tensors()
-    buckets = list(iter_buckets(sent, bucket_bytes))
-    received = [pair for info, flat in buckets for pair in unpack(info, flat)]
-    assert [name for name, _ in received] == [name for name, _ in sent]
-    for (name, ours), (_, theirs) in zip(received, sent, strict=True):
-        assert torch.equal(ours, theirs), name
-    for info, flat in buckets:
-        assert flat.nbytes <= bucket_bytes or len(info.names) == 1
-        assert flat.numel() == info.num_elements
+MATRIX = torch.arange(48.0).view(8, 6)
+PART = Part("w", (8, 6), Region(2, 6, 1, 5))
+"""Rows 2 to 5 and columns 1 to 4: the upper half comes packed, the lower one by columns."""
+VECTOR = Part("v", (5,), Region(0, 5, 0, 1))
+BUCKET = Bucket(
+    parts=[PART, VECTOR],
+    messages=[
+        Message(0, [("w", Region(2, 4, 1, 5))], True),
+        Message(1, [("v", Region(0, 5, 0, 1)), ("w", Region(4, 6, 1, 3))], False),
+        Message(1, [("w", Region(4, 6, 3, 5))], False),
+    ],
+)
+FLATS = [
+    MATRIX[2:4, 1:5].contiguous(),
+    torch.cat([torch.arange(5.0), MATRIX[4:6, 1:3].reshape(-1)]),
+]
+FLATS += [MATRIX[4:6, 3:5].reshape(-1)]
 
 
-def test_a_bucket_has_one_dtype():
-    tensors = [(f"w{i}", torch.ones(3, dtype=d)) for i, d in enumerate([torch.float32] * 2)]
-    tensors += [("b", torch.ones(2, dtype=torch.bfloat16)), ("c", torch.ones(1))]
-    infos = [info for info, _ in iter_buckets(tensors)]
-    assert [(info.dtype, info.names) for info in infos] == [
-        ("float32", ["w0", "w1"]),
-        ("bfloat16", ["b"]),
-        ("float32", ["c"]),
-    ]
+@pytest.mark.parametrize(
+    ("other", "common"),
+    [
+        (Region(0, 9, 0, 9), Region(2, 6, 1, 5)),
+        (Region(4, 9, 0, 2), Region(4, 6, 1, 2)),
+        (Region(3, 4, 2, 3), Region(3, 4, 2, 3)),
+    ],
+)
+def test_regions_intersect(other, common):
+    assert PART.region.intersect(other) == other.intersect(PART.region) == common
 
 
-def test_no_more_than_a_bucket_is_taken_ahead():
-    taken = []
+@pytest.mark.parametrize("other", [Region(6, 8, 1, 5), Region(0, 2, 0, 9), Region(2, 6, 5, 6)])
+def test_regions_that_only_touch_have_nothing_in_common(other):
+    assert PART.region.intersect(other).num_elements == 0
 
-    def stream():
-        for name, tensor in [(f"w{i}", torch.ones(10)) for i in range(9)]:
-            taken.append(name)
-            yield name, tensor
 
-    buckets = iter_buckets(stream(), bucket_bytes=3 * 40)
-    next(buckets)
-    # The fourth tensor is what showed that the bucket of three was full.
-    assert len(taken) == 4
+def test_a_schedule_survives_json():
+    assert parse_buckets(format_buckets([BUCKET, BUCKET])) == [BUCKET, BUCKET]
+
+
+def test_pieces_get_to_their_places():
+    reception = Reception(BUCKET, torch.float32, torch.device("cpu"))
+    assert [sender for sender, _ in reception.receives] == [0, 1, 1]
+    for (_, tensor), flat in zip(reception.receives, FLATS, strict=True):
+        assert tensor.is_contiguous()
+        tensor.view(-1).copy_(flat.reshape(-1))
+    (part, w), (_, v) = reception.unpack()
+    assert part == PART
+    assert torch.equal(w, MATRIX[2:6, 1:5])
+    assert torch.equal(v, torch.arange(5.0))
+
+
+def test_what_a_rank_sends_itself_is_copied():
+    def read(name, region):
+        matrix = MATRIX if name == "w" else torch.arange(5.0)[:, None]
+        return matrix[region.first_row : region.end_row, region.first_column : region.end_column]
+
+    reception = Reception(BUCKET, torch.float32, torch.device("cpu"), 1, read)
+    assert [sender for sender, _ in reception.receives] == [0]
+    reception.receives[0][1].copy_(FLATS[0])
+    assert torch.equal(reception.unpack()[0][1], MATRIX[2:6, 1:5])
+
+
+def test_a_bucket_counts_parts_and_what_is_packed():
+    assert BUCKET.count_bytes(2) == 2 * (16 + 5 + (5 + 4) + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_hash_sees_every_bit_and_every_place(dtype, monkeypatch):
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = hash_tensor(tensor)
+    assert hash_tensor(tensor.clone()) == expected
+    seen = {expected}
+    for index in (0, 1, 500, 999):
+        bits = tensor.clone().view(torch.int16)
+        bits[index] ^= 1
+        seen.add(hash_tensor(bits.view(dtype)))
+        swapped = tensor.clone()
+        swapped[[index, 7]] = swapped[[7, index]]
+        seen.add(hash_tensor(swapped))
+    assert len(seen) == 9
+    monkeypatch.setattr("megatron_stapo.rollout.weight_transfer._HASH_CHUNK", 64)
+    assert hash_tensor(tensor) == expected
+    # Of the order of a matrix's elements, not of its memory.
+    assert hash_tensor(tensor.view(10, 100).T) == hash_tensor(tensor.view(10, 100).T.contiguous())
+
+
+def test_minus_zero_is_another_hash():
+    assert hash_tensor(torch.tensor([0.0])) != hash_tensor(torch.tensor([-0.0]))
 
 
 @pytest.mark.parametrize(
@@ -82,25 +133,27 @@ def test_a_checklist_names_what_is_left_out():
     checklist.check_complete()
 
 
-def test_a_group_of_its_own_carries_buckets_to_every_worker():
+def test_a_group_of_its_own_carries_messages():
+    """Two trainer ranks send, an engine's rank receives; without a default group."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    info = ConnectInfo(host="127.0.0.1", port=store.port, num_trainer_ranks=2, num_engine_ranks=1)
     device = torch.device("cpu")
-    buckets = list(iter_buckets(build_tensors(), 4 * 27))
 
-    def receive(rank):
-        ours = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        group = connect(ours, rank, 3, device)
-        flats = [torch.empty(info.num_elements) for info, _ in buckets]
-        for flat in flats:
-            broadcast(group, flat).wait()
-        return flats
+    def send(rank):
+        group = info.connect(store if rank == 0 else info.open_store(), rank, device)
+        for _ in range(2):
+            exchange(group, [(2, flat) for flat in (FLATS[:1] if rank == 0 else FLATS[1:])], [])
+        return group
+
+    def receive():
+        group = info.connect(info.open_store(), 2, device)
+        for _ in range(2):
+            reception = Reception(BUCKET, torch.float32, device)
+            exchange(group, [], reception.receives)
+        return reception.unpack()[0][1]
 
     with ThreadPoolExecutor() as pool:
-        received = [pool.submit(receive, rank) for rank in (1, 2)]
-        group = connect(store, 0, 3, device)
-        for _, flat in buckets:
-            broadcast(group, flat).wait()
-        for worker in received:
-            for ours, (_, theirs) in zip(worker.result(), buckets, strict=True):
-                assert torch.equal(ours, theirs)
+        groups = [pool.submit(send, rank) for rank in (0, 1)]
+        assert torch.equal(pool.submit(receive).result(), MATRIX[2:6, 1:5])
+        [group.result() for group in groups]
     assert not dist.is_initialized()

@@ -1,0 +1,53 @@
+"""Part of a tensor in the place of the whole one, for loaders that cut their part out themselves.
+
+vLLM's weight loaders take a full tensor and narrow it to their rank's part. A `ShardTensor` has the
+full shape and holds that part alone. So the loaders run as they are, and one that asks for anything
+else is refused: what they take is what the plan sends.
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_stapo.rollout.weight_transfer import Part
+
+
+class ShardTensor(torch.Tensor):
+    """Gives its part when it is narrowed to it, and nothing else."""
+
+    _part: Part
+    _held: torch.Tensor
+    was_taken: bool
+    """Whether a loader has narrowed it."""
+
+    @staticmethod
+    def __new__(cls, part: Part, held: torch.Tensor) -> "ShardTensor":
+        """Args: held: the elements of the part."""
+        tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=held.dtype, device=held.device
+        )
+        tensor._part, tensor._held, tensor.was_taken = part, held, False
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer a slice along one dimension; torch may call `narrow` by either name."""
+        shard = next(a for a in args if isinstance(a, cls))
+        part, aten = shard._part, torch.ops.aten
+        if func in (aten.slice.Tensor, aten.narrow.default) and len(args) == 4 and not kwargs:
+            _, dim, start, end = args
+            wanted = [(0, size) for size in part.shape]
+            wanted[dim] = (start, end if func is aten.slice.Tensor else start + end)
+            region = part.region
+            mine = [(region.first_row, region.end_row), (region.first_column, region.end_column)]
+            if wanted == mine[: len(wanted)]:
+                shard.was_taken = True
+                return shard._held
+        raise RuntimeError(
+            f"weight {part.name}: the engine's loader wants {func} of {list(args[1:])}, but of "
+            f"{list(part.shape)} it was sent {part.region}."
+        )
