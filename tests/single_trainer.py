@@ -4,7 +4,7 @@ import torch
 
 from megatron_stapo.config import load_model_json
 from megatron_stapo.reshard.plan import Holding, build_plan
-from megatron_stapo.reshard.weight_sync import list_engine_parts
+from megatron_stapo.rollout.engine_parts import list_engine_parts
 from megatron_stapo.rollout.weight_transfer import Region, exchange, format_buckets
 
 

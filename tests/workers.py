@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_stapo.config import (
     AlgorithmConfig,
@@ -825,3 +828,118 @@ def report_coordinates(config: Config) -> tuple[tuple[int, ...], list[tuple[int,
             groups.pp_rank,
         )
         return coordinates, groups.cells
+
+
+def reshard_to_engines(
+    config: Config, engines: list[tuple[int, int]], bucket_bytes: int
+) -> list[dict[str, Any]]:
+    """Move this layout's weights to the ranks of engines of (tp, pp) that are ranks of this world.
+
+    Returns:
+        Of every engine: the names of this rank's tensors that are not the file's bit for bit, its
+        parts' number, bytes received from others, the least possible, and the most memory that was
+        alive beside the model, with the plan's own figure for both.
+    """
+    with joined_world(config) as groups, pytest.MonkeyPatch.context() as patch:
+        from safetensors.torch import load_file
+
+        from megatron_stapo.config import load_model_json
+        from megatron_stapo.reshard import weight_sync
+        from megatron_stapo.reshard.plan import build_plan, list_rank_holdings
+        from megatron_stapo.rollout.engine_parts import list_parts
+        from megatron_stapo.trainer.trainer import Trainer
+
+        model_json = load_model_json(config.model.path)
+        files = load_file(Path(config.model.path) / "model.safetensors")
+        weights = Trainer(config, groups).weights
+        sync = weight_sync.WeightSync(config, weights, None, groups)
+        received_bytes = 0
+
+        def count(group: Any, sends: Any, receives: Any) -> None:
+            nonlocal received_bytes
+            received_bytes += sum(tensor.nbytes for _, tensor in receives)
+            exchange(group, sends, receives)
+
+        exchange = weight_sync.exchange
+        patch.setattr(weight_sync, "exchange", count)
+        holdings = list_rank_holdings(weights, groups.tp_size, model_json["num_key_value_heads"])
+        results = []
+        for tp_size, pp_size in engines:
+            parts = [
+                list_parts(model_json, tp_rank, tp_size, pp_rank, pp_size)
+                for pp_rank in range(pp_size)
+                for tp_rank in range(tp_size)
+            ]
+            # From the last rank down: the first ones hold what the first parts are.
+            receivers = [groups.world_size - 1 - rank for rank in range(len(parts))]
+            plan = build_plan(
+                holdings, parts, receivers, element_bytes=4, bucket_bytes=bucket_bytes
+            )
+            received_bytes, wrong, num_parts, peak_bytes = 0, [], 0, 0
+            for number in range(len(plan.sends)):
+                with _LiveBytes() as live:
+                    received = sync.exchange_locally(plan, number)
+                peak_bytes = max(peak_bytes, live.peak_bytes)
+                for part, tensor in received:
+                    num_parts += 1
+                    full = files[part.name]
+                    region = part.region
+                    mine = full[region.first_row : region.end_row]
+                    if full.dim() > 1:
+                        mine = mine[:, region.first_column : region.end_column]
+                    if not torch.equal(tensor, mine):
+                        wrong.append(part.name)
+                received = tensor = None  # before the next bucket
+            mine = parts[receivers.index(groups.rank)] if groups.rank in receivers else []
+            own = {(h.name, h.region) for h in holdings[groups.rank]}
+            results.append(
+                {
+                    "wrong": wrong,
+                    "num_parts": num_parts,
+                    "num_expected": sum(map(len, mine)),
+                    "received_bytes": received_bytes,
+                    "least_bytes": 4
+                    * sum(
+                        p.region.num_elements
+                        - sum(
+                            p.region.intersect(region).num_elements
+                            for name, region in own
+                            if name == p.name
+                        )
+                        for module in mine
+                        for p in module
+                    ),
+                    "planned_bytes": plan.count_received_bytes(groups.rank),
+                    "peak_bytes": peak_bytes,
+                    "planned_peak_bytes": plan.find_peak_bytes(groups.rank),
+                }
+            )
+        return results
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the memory of tensors that are made while it is entered, and still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = self._bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            addresses = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in pytree.tree_leaves((args, kwargs))
+                if isinstance(tensor, torch.Tensor)
+            }
+            if made.untyped_storage().data_ptr() not in addresses:
+                size = made.untyped_storage().nbytes()
+                self._bytes += size
+                self.peak_bytes = max(self.peak_bytes, self._bytes)
+                weakref.finalize(made, self._free, size)
+        return made
+
+    def _free(self, size: int) -> None:
+        self._bytes -= size

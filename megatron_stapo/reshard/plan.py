@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_stapo.model.weights import WeightPair
+from megatron_stapo.model.weights import HfWeights, WeightPair
 from megatron_stapo.rollout.weight_transfer import Bucket, Message, Part, Region
 
 _DIRECT_BYTES = 1 << 16
@@ -83,6 +83,20 @@ def list_holdings(
         holdings.append(hold(index, region, row))
         row += region.num_rows
     return holdings
+
+
+def list_rank_holdings(weights: HfWeights, tp_size: int, num_kv_heads: int) -> list[list[Holding]]:
+    """What every trainer rank holds, by rank."""
+    found: dict[tuple[int, str], list[Holding]] = {}
+    for tp_rank, names in weights.holdings:
+        for name in names:
+            if (tp_rank, name) not in found:
+                pair = weights.find_pair(name)
+                found[tp_rank, name] = list_holdings(name, pair, tp_rank, tp_size, num_kv_heads)
+    return [
+        [holding for name in names for holding in found[tp_rank, name]]
+        for tp_rank, names in weights.holdings
+    ]
 
 
 class SendMessage(NamedTuple):

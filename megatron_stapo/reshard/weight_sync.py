@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_stapo.config import Config, RolloutConfig, load_model_json
+from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.model.weights import HfWeights
 from megatron_stapo.parallel.groups import Groups, agree
-from megatron_stapo.reshard.plan import Holding, Plan, build_plan, list_holdings
+from megatron_stapo.reshard.plan import Holding, Plan, build_plan, list_rank_holdings
 from megatron_stapo.rollout import Engine, EngineDiedError
-from megatron_stapo.rollout.engine_parts import list_parts
+from megatron_stapo.rollout.engine_parts import list_engine_parts
 from megatron_stapo.rollout.weight_transfer import (
     Bucket,
     ConnectInfo,
@@ -259,32 +259,3 @@ def _compare(received: Hashes, expected: Hashes, index: int) -> None:
                 f"after the weight update rank {rank} of engine {index} holds other values than "
                 f"the trainer in {len(wrong)} of {len(ours)} tensors, first in {wrong[0]}."
             )
-
-
-def list_engine_parts(model_json: dict[str, Any], config: RolloutConfig) -> list[list[list[Part]]]:
-    """What every rank of an engine takes, by rank: tensor parallelism is the inner dimension."""
-    return [
-        list_parts(
-            model_json,
-            tp_rank,
-            config.tensor_parallel_size,
-            pp_rank,
-            config.pipeline_parallel_size,
-        )
-        for pp_rank in range(config.pipeline_parallel_size)
-        for tp_rank in range(config.tensor_parallel_size)
-    ]
-
-
-def list_rank_holdings(weights: HfWeights, tp_size: int, num_kv_heads: int) -> list[list[Holding]]:
-    """What every trainer rank holds, by rank."""
-    found: dict[tuple[int, str], list[Holding]] = {}
-    for tp_rank, names in weights.holdings:
-        for name in names:
-            if (tp_rank, name) not in found:
-                pair = weights.find_pair(name)
-                found[tp_rank, name] = list_holdings(name, pair, tp_rank, tp_size, num_kv_heads)
-    return [
-        [holding for name in names for holding in found[tp_rank, name]]
-        for tp_rank, names in weights.holdings
-    ]

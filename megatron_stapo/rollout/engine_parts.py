@@ -9,6 +9,7 @@ Source: vllm 0.32.0, model_executor/layers/{linear,vocab_parallel_embedding}.py,
 
 from typing import Any
 
+from megatron_stapo.config import RolloutConfig
 from megatron_stapo.rollout.weight_transfer import Part, Region
 
 _VOCAB_MULTIPLE = 64
@@ -95,6 +96,16 @@ def list_parts(
         if not is_tied:
             modules.append([vocabulary("lm_head")])
     return modules
+
+
+def list_engine_parts(model_json: dict[str, Any], config: RolloutConfig) -> list[list[list[Part]]]:
+    """`list_parts` of every rank of an engine, in their order: that of a stage come together."""
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    return [
+        list_parts(model_json, tp_rank, tp_size, pp_rank, pp_size)
+        for pp_rank in range(pp_size)
+        for tp_rank in range(tp_size)
+    ]
 
 
 def _list_layers(num_layers: int, pp_rank: int, pp_size: int) -> range:

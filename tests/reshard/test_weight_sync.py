@@ -1,0 +1,50 @@
+"""Real Megatron shards to engines' parts over gloo, in pairs of layouts."""
+
+import pytest
+
+from tests.layouts import Layout
+from tests.workers import reshard_to_engines
+
+BUCKET_BYTES = 60_000
+"""Several buckets to a layer, and below the largest module of the experts."""
+
+PAIRS = [
+    (Layout(tp=4), [(1, 1), (2, 1), (4, 1), (1, 4)]),
+    (Layout(pp=4), [(1, 1), (2, 1), (2, 2)]),
+    (Layout(tp=2, sp=True, pp=2, vpp=2), [(1, 1), (4, 1), (1, 2)]),
+    (Layout(tp=2, cp=2), [(2, 1), (2, 2)]),
+    (Layout(pp=3, first=2), [(1, 1), (1, 3)]),
+    (Layout(model="untied", tp=2, pp=2, first=3), [(1, 1), (4, 1), (2, 2)]),
+    (Layout(model="untied", dp=4), [(1, 1), (2, 1), (1, 4)]),
+    (Layout(model="untied", pp=2, vpp=2, dp=2), [(2, 1), (1, 3)]),
+    (Layout(model="experts", dp=4, ep=4), [(1, 1), (2, 1), (4, 1)]),
+    (Layout(model="experts", tp=2, sp=True, dp=2, ep=2), [(1, 1), (4, 1), (2, 2)]),
+    (Layout(model="experts", pp=2, vpp=2, tp=2, sp=True, ep=2), [(1, 1), (2, 1), (1, 2)]),
+]
+
+
+def test_there_are_pairs_enough():
+    assert sum(len(engines) for _, engines in PAIRS) >= 20
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "engines"), PAIRS, ids=str)
+def test_engines_get_every_bit_and_no_byte_too_many(rank_pool, tiny_models, layout, engines):
+    config = layout.build_config(tiny_models[layout.model])
+
+    results = rank_pool.run(
+        reshard_to_engines, config.parallel.world_size, config, engines, BUCKET_BYTES
+    )
+
+    for number, engine in enumerate(engines):
+        for rank, of_rank in enumerate(results):
+            found = of_rank[number]
+            where = f"{layout} to engine {engine}, rank {rank}: {found}"
+            assert found["wrong"] == [], where
+            assert found["num_parts"] == found["num_expected"], where
+            assert found["received_bytes"] == found["least_bytes"], where
+            assert found["received_bytes"] == found["planned_bytes"], where
+            assert found["peak_bytes"] <= found["planned_peak_bytes"], where
+            if layout.model != "experts":
+                assert found["planned_peak_bytes"] <= BUCKET_BYTES, where
+        assert sum(of_rank[number]["num_parts"] for of_rank in results) > 0
