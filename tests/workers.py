@@ -862,6 +862,8 @@ def reshard_to_engines(
 
         exchange = weight_sync.exchange
         patch.setattr(weight_sync, "exchange", count)
+        # So that both kinds of message are among those of a tiny model.
+        patch.setattr("megatron_stapo.reshard.plan._DIRECT_BYTES", 8192)
         holdings = list_rank_holdings(weights, groups.tp_size, model_json["num_key_value_heads"])
         results = []
         for tp_size, pp_size in engines:

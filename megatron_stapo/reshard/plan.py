@@ -146,20 +146,20 @@ class Plan:
         """The most memory that a rank takes beside the weights, as sender and as receiver."""
         return max(
             (
-                _count_send_bytes(sends.get(rank, ()), self.element_bytes)
-                + (receives[rank].count_bytes(self.element_bytes) if rank in receives else 0)
+                _count_packed_bytes(sends.get(rank, ()), rank, self.element_bytes)
+                + (receives[rank].count_bytes(self.element_bytes, rank) if rank in receives else 0)
                 for sends, receives in zip(self.sends, self.receives, strict=True)
             ),
             default=0,
         )
 
 
-def _count_send_bytes(messages: Iterable[SendMessage], element_bytes: int) -> int:
+def _count_packed_bytes(messages: Iterable[SendMessage], sender: int, element_bytes: int) -> int:
     """What a sender packs; direct messages are sent from where the weights lie."""
     return element_bytes * sum(
         region.num_elements
         for message in messages
-        if not message.is_direct
+        if not message.is_direct and message.receiver != sender
         for _, region in message.pieces
     )
 
@@ -232,9 +232,9 @@ def build_plan(
         new_sends, new_receives = _form_messages(found, element_bytes)
         needed: dict[int, int] = defaultdict(int)
         for rank, messages in new_sends.items():
-            needed[rank] += _count_send_bytes(messages, element_bytes)
+            needed[rank] += _count_packed_bytes(messages, rank, element_bytes)
         for rank, bucket in new_receives.items():
-            needed[rank] += bucket.count_bytes(element_bytes)
+            needed[rank] += bucket.count_bytes(element_bytes, rank)
         if not sends or any(used[rank] + n > bucket_bytes for rank, n in needed.items()):
             sends.append({})
             receives.append({})

@@ -108,12 +108,12 @@ class Bucket:
     parts: list[Part]
     messages: list[Message]
 
-    def count_bytes(self, element_bytes: int) -> int:
-        """What the rank holds of it before it is loaded: its parts, and pieces on their way into
-        parts."""
+    def count_bytes(self, element_bytes: int, receiver: int) -> int:
+        """What the receiver holds of it before it is loaded: its parts, and pieces of others on
+        their way into parts."""
         num_elements = sum(part.region.num_elements for part in self.parts)
         for message in self.messages:
-            if not message.is_direct:
+            if not message.is_direct and message.sender != receiver:
                 num_elements += sum(region.num_elements for _, region in message.pieces)
         return num_elements * element_bytes
 

@@ -5,8 +5,8 @@ import pytest
 from tests.layouts import Layout
 from tests.workers import reshard_to_engines
 
-BUCKET_BYTES = 60_000
-"""Several buckets to a layer, and below the largest module of the experts."""
+BUCKET_BYTES = 100_000
+"""About a layer of the dense models, and below the largest module of the experts."""
 
 PAIRS = [
     (Layout(tp=4), [(1, 1), (2, 1), (4, 1), (1, 4)]),

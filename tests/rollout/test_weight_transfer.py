@@ -82,7 +82,8 @@ def test_what_a_rank_sends_itself_is_copied():
 
 
 def test_a_bucket_counts_parts_and_what_is_packed():
-    assert BUCKET.count_bytes(2) == 2 * (16 + 5 + (5 + 4) + 4)
+    assert BUCKET.count_bytes(2, 5) == 2 * (16 + 5 + (5 + 4) + 4)
+    assert BUCKET.count_bytes(2, 1) == 2 * (16 + 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
