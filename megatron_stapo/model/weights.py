@@ -236,7 +236,7 @@ class HfWeights:
         self._senders = {
             name: rank
             for rank in reversed(range(groups.world_size))
-            for name in holdings[rank][1][1]
+            for name in holdings[rank][1]
         }
 
     def load(self) -> None:
