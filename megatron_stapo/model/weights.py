@@ -287,31 +287,61 @@ class HfWeights:
             send per tensor to rank 0. Other holders take no part.
         """
         groups = self._groups
-        dtype = next(iter(self._parameters.values())).dtype
-        tp_head = dist.get_global_rank(groups.tp_group, 0)
         for pair in self._table:
             sender = self._senders[pair.name]
-            is_cut = pair.layout in _CUT and groups.tp_size > 1
-            if groups.rank == sender or (is_cut and tp_head == sender):
-                mine = read(self._parameters[pair.name]).contiguous()
-                shards = [mine]
-                if is_cut:
-                    shards = [torch.empty_like(mine) for _ in range(groups.tp_size)]
-                    dist.all_gather(shards, mine, group=groups.tp_group)
-                if groups.rank != sender:
-                    continue
-                num_kv_heads = self._json["num_key_value_heads"]
-                tensors = merge(shards, pair.layout, pair.hf_shapes, num_kv_heads)
-                for name, tensor in zip(pair.hf_names, tensors, strict=True):
-                    if groups.rank == 0:
+            tensors = self._gather(pair, read)
+            if tensors is not None and groups.rank != 0:
+                for tensor in tensors:
+                    dist.send(tensor.contiguous(), dst=0)
+            elif groups.rank == 0:
+                for i, (name, shape) in enumerate(zip(pair.hf_names, pair.hf_shapes, strict=True)):
+                    if tensors is None:
+                        tensor = torch.empty(shape, dtype=self._dtype, device=groups.device)
+                        dist.recv(tensor, src=sender)
                         yield name, tensor
                     else:
-                        dist.send(tensor.contiguous(), dst=0)
-            elif groups.rank == 0:
-                for name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True):
-                    tensor = torch.empty(shape, dtype=dtype, device=groups.device)
-                    dist.recv(tensor, src=sender)
-                    yield name, tensor
+                        yield name, tensors[i]
+
+    def stream_to_all(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream the weights to every rank under their Hugging Face names.
+
+        Every rank must exhaust the iterator. One parameter is gathered at a time.
+
+        Communicates: per parameter an all-gather over the tp_group of its first holder, then one
+            broadcast per tensor from there to all ranks.
+        """
+        for pair in self._table:
+            tensors = self._gather(pair, torch.Tensor.detach)
+            for i, (name, shape) in enumerate(zip(pair.hf_names, pair.hf_shapes, strict=True)):
+                if tensors is None:
+                    tensor = torch.empty(shape, dtype=self._dtype, device=self._groups.device)
+                else:
+                    tensor = tensors[i].contiguous()
+                dist.broadcast(tensor, src=self._senders[pair.name])
+                yield name, tensor
+
+    def _gather(
+        self, pair: WeightPair, read: Callable[[torch.nn.Parameter], torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """The full tensors of a parameter on its sender; None on every other rank."""
+        groups = self._groups
+        sender = self._senders[pair.name]
+        is_cut = pair.layout in _CUT and groups.tp_size > 1
+        tp_head = dist.get_global_rank(groups.tp_group, 0)
+        if groups.rank != sender and not (is_cut and tp_head == sender):
+            return None
+        mine = read(self._parameters[pair.name]).contiguous()
+        shards = [mine]
+        if is_cut:
+            shards = [torch.empty_like(mine) for _ in range(groups.tp_size)]
+            dist.all_gather(shards, mine, group=groups.tp_group)
+        if groups.rank != sender:
+            return None
+        return merge(shards, pair.layout, pair.hf_shapes, self._json["num_key_value_heads"])
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._parameters.values())).dtype
 
     def save(self, out: Path) -> None:
         """Write a Hugging Face folder, with the files beside the tensors of the one it came from.
@@ -326,8 +356,7 @@ class HfWeights:
                 pass
             return
         copy_companions(Path(self._path), out)
-        dtype = next(iter(self._parameters.values())).dtype
-        set_dtype(out, str(dtype).removeprefix("torch."))
+        set_dtype(out, str(self._dtype).removeprefix("torch."))
         write_tensors(out, tensors)
 
 

@@ -6,6 +6,7 @@ calls or of what is sampled beside it.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_stapo.types import Prompt, RolloutGroup, Sampling
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 
 class EngineDiedError(RuntimeError):
     """An engine is gone; its host starts it again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRequest:
+    """Rank 0's wish that all ranks sample together, in the engines that they hold.
+
+    What is sampled, rank 0 hands out as it goes.
+    """
+
+    num_samples: int
+    """Per prompt."""
+    sampling: Sampling
 
 
 class Engine(Protocol):
@@ -38,6 +51,11 @@ class Engine(Protocol):
 
     def list_stale(self, policy_version: int) -> list[int]:
         """Numbers of the engines that answer and have other weights than of this version."""
+        ...
+
+    def take_request(self) -> SamplingRequest | None:
+        """What a call of `generate` wants of all ranks, once; None from engines that sample by
+        themselves."""
         ...
 
     def generate(

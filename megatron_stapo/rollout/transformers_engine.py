@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_stapo.config import Config
-from megatron_stapo.rollout import compute_request_seed
+from megatron_stapo.rollout import SamplingRequest, compute_request_seed
 from megatron_stapo.rollout.weight_transfer import Checklist
 from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 
@@ -43,6 +43,10 @@ class TransformersEngine:
             config.model.path, dtype=getattr(torch, config.model.dtype)
         )
         self._model.to(self._device).eval()
+
+    def take_request(self) -> SamplingRequest | None:
+        """See `Engine`."""
+        return None
 
     def generate(
         self,
