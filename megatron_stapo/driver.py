@@ -135,7 +135,7 @@ class Driver:
         self._benchmarks = load_benchmarks(config)
         self._judge = Judge(config.reward, self._run_dir)
         self._rollout_metrics: dict[str, float] = {}
-        self._sleep_metrics: dict[str, float | None] = {}
+        self._sleep_metrics: dict[str, float | None] | None = None
         self._accuracies: dict[int, float] = {
             record["after_steps"]: record["value"]
             for record in run_log.read()
@@ -380,10 +380,17 @@ class Driver:
 
     def note_sleep(self, memory: SleepMemory) -> None:
         """Log what the engines give to the trainer: with every step, and once as an event."""
-        values = dataclasses.asdict(memory)
-        if not self._sleep_metrics:
-            self._run_log.log_event("engine_asleep", **values)
-        self._sleep_metrics = {f"engine_{name}": value for name, value in values.items()}
+        if self._sleep_metrics is None:
+            if memory.freed_bytes is None:
+                self._run_log.log_event(
+                    "engine_stays_awake", value="vLLM does not sleep on a CPU; no memory is freed"
+                )
+            else:
+                self._run_log.log_event("engine_asleep", **dataclasses.asdict(memory))
+        self._sleep_metrics = {
+            "engine_freed_bytes": memory.freed_bytes,
+            "engine_held_bytes": memory.held_bytes,
+        }
 
     def read_state(self) -> DriverState:
         """What a checkpoint holds of rank 0."""
@@ -425,7 +432,7 @@ class Driver:
             step,
             {
                 **self._rollout_metrics,
-                **self._sleep_metrics,
+                **(self._sleep_metrics or {}),
                 **metrics,
                 "loss": mean(update.loss for update in taken),
                 "grad_norm": mean(update.grad_norm for update in taken),
