@@ -175,6 +175,13 @@ def fail_together(error: str | None, groups: Groups) -> None:
 
 
 def destroy_distributed() -> None:
-    """Leave the groups, so that the process ends without a warning."""
+    """Leave the groups, so that the process ends without a warning.
+
+    A group's threads and sockets end with the last reference to it; whoever goes on in the same
+    process drops its own, those of `Groups` and of a `Trainer`.
+    """
     parallel_state.destroy_model_parallel()
+    # Megatron 0.19 forgets these two.
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
     dist.destroy_process_group()
