@@ -825,3 +825,8 @@ def report_coordinates(config: Config) -> tuple[tuple[int, ...], list[tuple[int,
             groups.pp_rank,
         )
         return coordinates, groups.cells
+
+
+def list_threads() -> list[str]:
+    """Names of this process's threads, those of torch's libraries among them."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
