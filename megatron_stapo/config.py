@@ -284,8 +284,11 @@ class RolloutConfig:
     max_response_tokens: int = 15360
     temperature: float = 1.0
     """Divides the logits in the engine and in the trainer alike."""
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """disaggregated: vLLM engines beside the trainer, each on GPUs of its own. colocated: as many
+    as fit into the trainer's ranks, on their GPUs, asleep during the update."""
     num_engines: int = 1
-    """vLLM engines beside the trainer, each on GPUs of its own."""
+    """Of the disaggregated placement."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer of an engine."""
     pipeline_parallel_size: int = 1
@@ -296,7 +299,8 @@ class RolloutConfig:
     max_num_seqs: int = 256
     """Sequences that the engine decodes at a time."""
     kv_cache_bytes: int | None = None
-    """Size of the engine's KV cache; None lets vLLM take what the GPU has free."""
+    """Size of the engine's KV cache on each of its ranks; None lets vLLM take what the GPU has
+    free."""
     start_timeout_s: float = 600.0
     """Longest wait for the engine to load the model and answer."""
     request_timeout_s: float = 1800.0
@@ -351,6 +355,8 @@ class RolloutConfig:
             self.kv_cache_bytes,
             "must be > 0 bytes, or None.",
         )
+        if self.placement == "colocated":
+            self._check_colocated()
         if self.engine == "transformers":
             for name in ("num_engines", "tensor_parallel_size", "pipeline_parallel_size"):
                 _require(
@@ -365,6 +371,40 @@ class RolloutConfig:
                 self.quantization,
                 "the transformers engine has none; use rollout.engine=vllm.",
             )
+
+    def _check_colocated(self) -> None:
+        _require(
+            self.engine == "vllm",
+            "rollout.placement",
+            self.placement,
+            f"is vLLM's, and rollout.engine={self.engine}; use rollout.engine=vllm.",
+        )
+        _require(
+            self.num_engines == 1,
+            "rollout.num_engines",
+            self.num_engines,
+            "has no effect with rollout.placement=colocated, whose engines fill the trainer's "
+            "ranks; leave it 1, and set rollout.tensor_parallel_size.",
+        )
+        _require(
+            self.max_lag_steps == 0,
+            "rollout.max_lag_steps",
+            self.max_lag_steps,
+            "needs engines that sample while the trainer trains, and with "
+            "rollout.placement=colocated they take turns; set it to 0.",
+        )
+        _require(
+            self.kv_cache_bytes is not None,
+            "rollout.kv_cache_bytes",
+            self.kv_cache_bytes,
+            "must be set with rollout.placement=colocated: vLLM would take what the GPU has free "
+            "before the trainer has allocated anything. `stapo plan` says what fits.",
+        )
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the engines of a training run are processes beside the trainer."""
+        return self.engine == "vllm" and self.placement == "disaggregated"
 
     @property
     def num_engine_ranks(self) -> int:
@@ -748,6 +788,17 @@ class Config:
             "needs algorithm.token_mask=s2t or s2t_v1 switched on, whose threshold splits the "
             "entropies, and policy_loss=clip, whose gradient is measured.",
         )
+        if self.rollout.placement == "colocated":
+            world_size, num_ranks = self.parallel.world_size, self.rollout.num_engine_ranks
+            fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            _require(
+                world_size % num_ranks == 0,
+                "rollout.tensor_parallel_size",
+                self.rollout.tensor_parallel_size,
+                f"with pipeline_parallel_size={self.rollout.pipeline_parallel_size}: colocated "
+                f"engines of {num_ranks} ranks do not fill the trainer's {world_size}; the "
+                f"product must be one of {fitting}.",
+            )
         self._check_precision()
         longest = self.max_sequence_tokens
         longest += -longest % self.parallel.sequence_multiple
@@ -802,6 +853,13 @@ class Config:
             self.rollout.quantization,
             f"needs model.dtype=bfloat16, not {self.model.dtype}.",
         )
+
+    @property
+    def num_engines(self) -> int:
+        """vLLM engines that the trainer samples from."""
+        if self.rollout.placement == "colocated":
+            return self.parallel.world_size // self.rollout.num_engine_ranks
+        return self.rollout.num_engines
 
     @property
     def max_pack_tokens(self) -> int:
@@ -1147,6 +1205,7 @@ _FREE_TO_CHANGE = (
     "precision.max_logprob_gap",
     "cluster",
     "rollout.engine",
+    "rollout.placement",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
     "rollout.pipeline_parallel_size",

@@ -6,6 +6,7 @@ step before are taken, so that it overlaps with their training.
 """
 
 import concurrent.futures
+import dataclasses
 import hashlib
 import math
 import shutil
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,25 @@ from megatron_stapo.evaluation.evaluate import evaluate_into, load_benchmarks
 from megatron_stapo.evaluation.statistics import compute_average, compute_average_error
 from megatron_stapo.observability import RunLog
 from megatron_stapo.rewards.judge import Judge, Judgement, Pending, compute_judge_metrics
-from megatron_stapo.rollout import Engine
+from megatron_stapo.rollout import Engine, SamplingRequest, SleepMemory
 from megatron_stapo.rollout.background import run_in_thread
 from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling, Update
 
-_POLL_S = 0.2
-"""Between two looks for engines that have come back."""
+_POLL_S = 0.05
+"""Between two looks for engines that have come back, or that sample when all ranks call them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncRequest:
     """Rank 0's wish that all ranks send their weights to engines."""
 
     policy_version: int
     """Number of completed steps of the weights."""
     engine_indices: list[int]
+
+
+type Wish = SyncRequest | SamplingRequest
+"""What rank 0 wants of all ranks while they wait for its answer."""
 
 
 class Timer:
@@ -130,6 +134,7 @@ class Driver:
         self._benchmarks = load_benchmarks(config)
         self._judge = Judge(config.reward, self._run_dir)
         self._rollout_metrics: dict[str, float] = {}
+        self._sleep_metrics: dict[str, float | None] | None = None
         self._accuracies: dict[int, float] = {
             record["after_steps"]: record["value"]
             for record in run_log.read()
@@ -141,7 +146,7 @@ class Driver:
             if int(folder.name.removeprefix("step_")) > (state.num_steps_done if state else 0):
                 shutil.rmtree(folder)
 
-    def collect(self, step: int, timer: Timer) -> SyncRequest | list[list[Minibatch]] | None:
+    def collect(self, step: int, timer: Timer) -> Wish | list[list[Minibatch]] | None:
         """Evaluate if it is due, then take the step's rollouts, which are sampled unless they were
         ahead.
 
@@ -185,7 +190,7 @@ class Driver:
             config.precision.token_multiple,
         )
 
-    def request_sync(self, num_steps_done: int, timer: Timer) -> SyncRequest | None:
+    def request_sync(self, num_steps_done: int, timer: Timer) -> Wish | None:
         """Ask for the weights' way to the engines that have others, after a step.
 
         What is sampled ahead comes to its end first: a step's responses have one policy version.
@@ -213,14 +218,17 @@ class Driver:
     def _is_busy(self) -> bool:
         return any(work and not work.done() for work in (self._rollouts, self._evaluation))
 
-    def _wait(self, work: "Future[Any]", num_steps_done: int) -> SyncRequest | None:
-        """Wait until the work is done; before, ask for the weights of an engine that is back.
+    def _wait(self, work: "Future[Any]", num_steps_done: int) -> Wish | None:
+        """Wait until the work is done; before, ask for what it needs of all ranks, be it the
+        weights of an engine that is back, or that they sample.
 
         The trainer may have other weights than those that the work samples from. Then they are sent
         only where no engine is left that has those.
         """
         engine = self._engine
         while not work.done():
+            if wish := engine.take_request():
+                return wish
             others_serve = engine.is_serving and engine.policy_version != num_steps_done
             if not others_serve and (stale := engine.list_stale(num_steps_done)):
                 return SyncRequest(policy_version=num_steps_done, engine_indices=stale)
@@ -311,7 +319,7 @@ class Driver:
                 self._run_log.log_event("rollouts_not_kept", value=error.strerror)
         return rollouts
 
-    def evaluate(self, num_steps_done: int) -> SyncRequest | None:
+    def evaluate(self, num_steps_done: int) -> Wish | None:
         """Evaluate before the first step, after the last, and every interval_steps between.
 
         Returns:
@@ -359,7 +367,7 @@ class Driver:
             seconds=time.perf_counter() - start,
         )
 
-    def finish(self) -> SyncRequest | None:
+    def finish(self) -> Wish | None:
         """Evaluate after the last step. Returns: as `evaluate`."""
         try:
             if not self._is_busy():
@@ -368,6 +376,20 @@ class Driver:
         except Exception as error:
             self._failure = error
             return None
+
+    def note_sleep(self, memory: SleepMemory) -> None:
+        """Log what the engines give to the trainer: with every step, and once as an event."""
+        if self._sleep_metrics is None:
+            if memory.freed_bytes is None:
+                self._run_log.log_event(
+                    "engine_stays_awake", value="vLLM does not sleep on a CPU; no memory is freed"
+                )
+            else:
+                self._run_log.log_event("engine_asleep", **dataclasses.asdict(memory))
+        self._sleep_metrics = {
+            "engine_freed_bytes": memory.freed_bytes,
+            "engine_held_bytes": memory.held_bytes,
+        }
 
     def read_state(self) -> DriverState:
         """What a checkpoint holds of rank 0."""
@@ -409,6 +431,7 @@ class Driver:
             step,
             {
                 **self._rollout_metrics,
+                **(self._sleep_metrics or {}),
                 **metrics,
                 "loss": mean(update.loss for update in taken),
                 "grad_norm": mean(update.grad_norm for update in taken),

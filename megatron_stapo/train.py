@@ -24,7 +24,7 @@ from megatron_stapo.checkpoint.save import Checkpointer
 from megatron_stapo.checkpoint.stop import StopCheck, withdraw_stop
 from megatron_stapo.config import Config
 from megatron_stapo.data.prompts import load_stop_token_ids
-from megatron_stapo.driver import Driver, SyncRequest, Timer
+from megatron_stapo.driver import Driver, SyncRequest, Timer, Wish
 from megatron_stapo.observability import RunLog
 from megatron_stapo.parallel.context_parallel import slice_microbatch
 from megatron_stapo.parallel.groups import (
@@ -35,8 +35,9 @@ from megatron_stapo.parallel.groups import (
 )
 from megatron_stapo.parallel.watchdog import watch
 from megatron_stapo.reshard.weight_sync import WeightSync
-from megatron_stapo.rollout import Engine
-from megatron_stapo.rollout.connect import build_engine
+from megatron_stapo.rollout import Engine, SamplingRequest
+from megatron_stapo.rollout.colocated import ColocatedEngine
+from megatron_stapo.rollout.connect import build_colocated_engine, build_engine
 from megatron_stapo.trainer.trainer import Trainer
 from megatron_stapo.types import Minibatch
 
@@ -50,7 +51,8 @@ def train(
 ) -> None:
     """Train up to config.num_steps steps, evaluating and saving as asked.
 
-    Every rank calls it; engine and run_log are rank 0's and None elsewhere.
+    Every rank calls it; run_log is rank 0's and None elsewhere, and so is engine but where the
+    placement is colocated.
 
     Args:
         checkpoint: what the run goes on from, of `choose_checkpoint`.
@@ -63,6 +65,7 @@ def train(
     weight_sync = WeightSync(config, trainer.weights, engine, groups)
     state = load_checkpoint(checkpoint, trainer) if checkpoint else None
     step = state.num_steps_done if state else 0
+    colocated = engine if isinstance(engine, ColocatedEngine) else None
     driver = None
     if engine and run_log:
         if checkpoint:
@@ -79,14 +82,18 @@ def train(
     dump = StepDump(config, groups)
 
     def follow(ask: Callable[[Driver], Any], timer: Timer) -> tuple[Any, str | None]:
-        """Ask rank 0; where it wants weights sent, send them and ask again. Returns its answer, and
-        why an engine has refused the weights."""
+        """Ask rank 0; where it wants weights sent, or all ranks to sample, do so and ask again.
+        Returns its answer, and why an engine has refused."""
         while True:
             answer = scatter_minibatches(ask(driver) if driver else None, groups)
-            if not isinstance(answer, SyncRequest):
+            if isinstance(answer, SyncRequest):
+                with timer("sync"):
+                    failure = weight_sync.execute(answer.policy_version, answer.engine_indices)
+            elif isinstance(answer, SamplingRequest):
+                assert colocated is not None
+                failure = colocated.sample(answer)
+            else:
                 return answer, None
-            with timer("sync"):
-                failure = weight_sync.execute(answer.policy_version, answer.engine_indices)
             if failure:
                 return None, failure
 
@@ -104,6 +111,11 @@ def train(
             step -= 1
             break
         checkpointer.poll()  # written while rank 0 was sampling
+        if colocated:
+            with timer("sync"):
+                memory = colocated.sleep()
+            if driver:
+                driver.note_sleep(memory)
         with timer("score"):
             trainer.score(minibatches)  # old_logprobs_T, logprobs_T, entropy_T
         updates = []
@@ -147,8 +159,8 @@ def _explain_skips(config: Config, step: int, number: int) -> str:
 
 
 def scatter_minibatches(
-    per_dp_rank: list[list[Minibatch]] | SyncRequest | None, groups: Groups
-) -> list[Minibatch] | SyncRequest | None:
+    per_dp_rank: list[list[Minibatch]] | Wish | None, groups: Groups
+) -> list[Minibatch] | Wish | None:
     """Hand every rank the mini-batches of its data-parallel rank, or what rank 0 wants instead.
 
     Args:
@@ -208,20 +220,20 @@ def _run(config: Config, groups: Groups, run_dir: Path, engine_urls: list[str]) 
         if checkpoint:
             run_log.log_event("going_on", value=str(checkpoint))
         run_log.log_event("waiting_for_engine")
-        engine = build_engine(
-            config,
-            engine_urls,
-            load_stop_token_ids(config.model.path),
-            # What is sampled ahead cannot be sampled again once the step has trained.
-            StopCheck(
-                run_dir, config.checkpoint.stop_timeout_s / 2 if config.rollout.max_lag_steps else 0
-            ),
-            run_log.log_event,
-        )
+    stop_token_ids = load_stop_token_ids(config.model.path)
+    # What is sampled ahead cannot be sampled again once the step has trained.
+    grace_s = config.checkpoint.stop_timeout_s / 2 if config.rollout.max_lag_steps else 0
+    stop_check = StopCheck(run_dir, grace_s)
+    if config.rollout.placement == "colocated":
+        engine = build_colocated_engine(config, groups, stop_token_ids, stop_check)
+    elif run_log is not None:
+        engine = build_engine(config, engine_urls, stop_token_ids, stop_check, run_log.log_event)
+    if run_log is not None:
         run_log.log_event("engine_ready")
     train(config, groups, engine, run_log, checkpoint)
-    if engine is not None and run_log is not None:
+    if engine is not None:
         engine.close()
+    if run_log is not None:
         run_log.close()
 
 

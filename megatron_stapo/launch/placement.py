@@ -16,6 +16,8 @@ class Process:
 
     engine: int | None
     """Number of the rollout engine; None for a trainer rank."""
+    colocated_engine: int | None
+    """Number of the engine that a trainer rank holds a part of; None where it holds none."""
     rank: int
     """Over all trainer ranks, or within the engine."""
     host: int
@@ -30,8 +32,10 @@ class Process:
 
     @property
     def role(self) -> str:
-        """trainer, or engine N."""
-        return "trainer" if self.engine is None else f"engine {self.engine}"
+        """trainer, engine N, or trainer+engine N."""
+        if self.engine is not None:
+            return f"engine {self.engine}"
+        return "trainer" if (n := self.colocated_engine) is None else f"trainer+engine {n}"
 
 
 def build_process_table(config: Config) -> list[Process]:
@@ -39,7 +43,8 @@ def build_process_table(config: Config) -> list[Process]:
 
     Trainer ranks count in Megatron's default order "tp-cp-ep-dp-pp", tensor parallelism fastest.
     The experts of a stage are spread over its ranks in the same order, with expert tensor
-    parallelism 1 (`parallel.groups`). An engine's ranks count as vLLM's, tp before pp.
+    parallelism 1 (`parallel.groups`). An engine's ranks count as vLLM's, tp before pp; a colocated
+    one's are consecutive trainer ranks.
 
     Returns:
         Trainer ranks in order, then engine by engine.
@@ -56,10 +61,14 @@ def build_process_table(config: Config) -> list[Process]:
             f"parallel.tensor_model_parallel_size={tp_size}: a tensor-parallel group would span "
             f"hosts of cluster.num_gpus_per_node={num_slots}; use one of {fitting}."
         )
+    is_colocated = rollout.placement == "colocated"
+    if is_colocated and parallel.world_size > num_slots and num_slots % rollout.num_engine_ranks:
+        raise ValueError(_describe_span(config))
     stage_size = parallel.world_size // parallel.pipeline_model_parallel_size
     processes = [
         Process(
             engine=None,
+            colocated_engine=rank // rollout.num_engine_ranks if is_colocated else None,
             rank=rank,
             host=rank // num_slots,
             gpu=rank % num_slots,
@@ -71,15 +80,10 @@ def build_process_table(config: Config) -> list[Process]:
         )
         for rank in range(parallel.world_size)
     ]
-    if rollout.engine != "vllm":
+    if not rollout.has_servers:
         return processes
     if rollout.num_engine_ranks > num_slots:
-        raise ValueError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} x "
-            f"pipeline_parallel_size={rollout.pipeline_parallel_size}: an engine of "
-            f"{rollout.num_engine_ranks} ranks would span hosts of cluster.num_gpus_per_node="
-            f"{num_slots}; use smaller engines and more of them (rollout.num_engines)."
-        )
+        raise ValueError(_describe_span(config))
     slot = parallel.world_size
     for engine in range(rollout.num_engines):
         if slot % num_slots + rollout.num_engine_ranks > num_slots:
@@ -87,6 +91,7 @@ def build_process_table(config: Config) -> list[Process]:
         processes += [
             Process(
                 engine=engine,
+                colocated_engine=None,
                 rank=rank,
                 host=(slot + rank) // num_slots,
                 gpu=(slot + rank) % num_slots,
@@ -99,6 +104,19 @@ def build_process_table(config: Config) -> list[Process]:
     return processes
 
 
+def _describe_span(config: Config) -> str:
+    rollout = config.rollout
+    remedy = "use smaller engines and more of them (rollout.num_engines)"
+    if rollout.placement == "colocated":
+        remedy = "use engines whose ranks divide it"
+    return (
+        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} x "
+        f"pipeline_parallel_size={rollout.pipeline_parallel_size}: an engine of "
+        f"{rollout.num_engine_ranks} ranks would span hosts of cluster.num_gpus_per_node="
+        f"{config.cluster.num_gpus_per_node}; {remedy}."
+    )
+
+
 def count_hosts(processes: Sequence[Process]) -> int:
     """Hosts that the processes need."""
     return 1 + max(process.host for process in processes)
@@ -106,10 +124,11 @@ def count_hosts(processes: Sequence[Process]) -> int:
 
 def format_process_table(processes: Sequence[Process]) -> str:
     """A line per process."""
-    lines = [f"{'host':>4} {'gpu':>3} {'role':<10} {'rank':>5}  tp cp ep dp pp"]
+    width = max(len(p.role) for p in processes)
+    lines = [f"{'host':>4} {'gpu':>3} {'role':<{width}} {'rank':>5}  tp cp ep dp pp"]
     for p in processes:
         lines.append(
-            f"{p.host:>4} {p.gpu:>3} {p.role:<10} {p.rank:>5}  "
+            f"{p.host:>4} {p.gpu:>3} {p.role:<{width}} {p.rank:>5}  "
             f"{p.tp:>2} {p.cp:>2} {p.ep:>2} {p.dp:>2} {p.pp:>2}"
         )
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ from typing import Literal
 from megatron_stapo.config import Config
 from megatron_stapo.launch.placement import build_process_table, count_hosts
 from megatron_stapo.rollout.engine_host import name_engine
+from megatron_stapo.rollout.vllm_server import build_colocated_environment
 
 LOGS_FOLDER = "logs"
 
@@ -58,7 +59,9 @@ def build_tasks(
         trainer_module: what every trainer rank runs, with trainer_arguments beside the run folder.
     """
     trainer_argv = [sys.executable, "-m", trainer_module, *trainer_arguments]
-    tasks, engine_arguments = _build_engine_tasks(config)
+    tasks, engine_arguments = [], []
+    if config.rollout.has_servers:
+        tasks, engine_arguments = _build_engine_tasks(config)
     trainer_argv += ["--run-dir", config.run_dir, *engine_arguments]
     # Every rank is on this machine.
     env = build_trainer_environment(config, interface="lo")
@@ -81,6 +84,8 @@ def build_trainer_environment(config: Config, interface: str) -> dict[str, str]:
         # the collectives in flight: 1 ms for 128 of them, 30 ms for torch's 2000.
         "TORCH_FR_BUFFER_SIZE": "128",
     }
+    if config.rollout.placement == "colocated":
+        env |= build_colocated_environment(config)
     if config.parallel.device == "cuda":
         # Megatron's overlap of communication and compute relies on one hardware queue.
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -161,7 +166,7 @@ def build_host_tasks(
     tasks: list[list[Task]] = [[] for _ in hosts]
     free_ports = [iter(host.ports) for host in hosts]
     urls = []
-    for index in range(config.rollout.num_engines if config.rollout.engine == "vllm" else 0):
+    for index in range(config.rollout.num_engines if config.rollout.has_servers else 0):
         slots = [process for process in table if process.engine == index]
         host, port = slots[0].host, next(free_ports[slots[0].host])
         address = hosts[host].address

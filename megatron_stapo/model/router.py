@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -57,6 +58,17 @@ class BalancedRouter(TopKRouter):
             loss = (scores * self.loss_weights_E)[real_T].sum()
             probs = MoEAuxLossAutoScaler.apply(probs, loss)
         return probs, routing_map
+
+
+def release_graph(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let go of the autograd graph of the last microbatch.
+
+    Megatron's dispatcher keeps the probabilities that it dispatched by, and so their graph, whose
+    hooks hold the model: a cycle that Python's collector does not see.
+    """
+    for module in (m for chunk in chunks for m in chunk.modules()):
+        if isinstance(module, MoELayer):
+            module.token_dispatcher.probs = None
 
 
 class RouterBalance:

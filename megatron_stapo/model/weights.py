@@ -234,9 +234,7 @@ class HfWeights:
         # Of the ranks that hold a parameter the first sends it: it is the first of its
         # tensor-parallel group.
         self._senders = {
-            name: rank
-            for rank in reversed(range(groups.world_size))
-            for name in holdings[rank][1]
+            name: rank for rank in reversed(range(groups.world_size)) for name in holdings[rank][1]
         }
 
     def load(self) -> None:

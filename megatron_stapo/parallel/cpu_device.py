@@ -6,7 +6,7 @@ mean the CPU, so that the same Megatron classes run over gloo. It is called once
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def install() -> None:
     """
     if torch.cuda.current_device is _current_device:
         return
-    _CudaMeansCpu().__enter__()
+    _MODE.__enter__()
     torch.cuda.current_device = _current_device
     # Each name gets a function of its own: torch.compile, which decorates some of Megatron's
     # functions, keeps a table of torch's functions and refuses one that stands there twice.
@@ -40,6 +40,19 @@ def install() -> None:
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Let the block's code name the device "cuda" and mean it, as in any other process.
+
+    What `torch.cuda` answers stays redirected. The block must be in the thread of `install`.
+    """
+    _MODE.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        _MODE.__enter__()
 
 
 def _read_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -69,6 +82,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)
+
+
+_MODE = _CudaMeansCpu()
 
 
 def _is_cuda(device: Any) -> bool:

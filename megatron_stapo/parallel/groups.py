@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch.distributed import ProcessGroup
 
 from megatron_stapo.config import ParallelConfig
@@ -175,6 +176,14 @@ def fail_together(error: str | None, groups: Groups) -> None:
 
 
 def destroy_distributed() -> None:
-    """Leave the groups, so that the process ends without a warning."""
+    """Leave the groups, so that the process ends without a warning.
+
+    A group's threads and sockets end with the last reference to it; whoever goes on in the same
+    process drops its own, those of `Groups` and of a `Trainer`.
+    """
     parallel_state.destroy_model_parallel()
+    # What Megatron 0.19 forgets: the embeddings of the cache's keys hold their cp_group.
+    RotaryEmbedding.forward.cache_clear()
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_stapo.config import Config, ParallelConfig, RolloutConfig
-from megatron_stapo.plan.accelerators import GIB, Accelerator
+from megatron_stapo.plan.accelerators import ENGINE_ALLOWANCE_BYTES, GIB, Accelerator
 from megatron_stapo.plan.memory import (
     EngineMemory,
     TrainerMemory,
@@ -37,6 +37,7 @@ class EngineEstimate:
     """A layout of the engines."""
 
     rollout: RolloutConfig
+    num_engines: int
     memory: EngineMemory
     time: RolloutTime
 
@@ -95,6 +96,7 @@ class Problem:
                 config.model.dtype,
                 has_reference=config.algorithm.kl_coef > 0,
                 fp8_layer_frac=self.fp8_layer_frac,
+                engine_bytes=ENGINE_ALLOWANCE_BYTES if self.is_colocated else 0.0,
             ),
             time=compute_training_time(
                 self.shape,
@@ -108,23 +110,36 @@ class Problem:
             ),
         )
 
-    def estimate_engines(self, rollout: RolloutConfig) -> EngineEstimate:
-        """Memory and time of an engine layout that divides the model."""
+    def estimate_engines(
+        self, rollout: RolloutConfig, trainer: TrainerEstimate | None = None
+    ) -> EngineEstimate:
+        """Memory and time of an engine layout that divides the model.
+
+        Args:
+            trainer: whose ranks hold the engines; None where they have GPUs of their own.
+        """
         memory = compute_engine_memory(
-            self.shape, rollout, self.accelerator, self.config.model.dtype
+            self.shape,
+            rollout,
+            self.accelerator,
+            self.config.model.dtype,
+            trainer.memory.resident if trainer else 0.0,
         )
-        time = self.estimate_sampling(rollout, memory, self.workload)
-        return EngineEstimate(rollout=rollout, memory=memory, time=time)
+        num_engines = rollout.num_engines
+        if trainer:
+            num_engines = trainer.parallel.world_size // rollout.num_engine_ranks
+        time = self.estimate_sampling(rollout, num_engines, memory, self.workload)
+        return EngineEstimate(rollout=rollout, num_engines=num_engines, memory=memory, time=time)
 
     def estimate_sampling(
-        self, rollout: RolloutConfig, memory: EngineMemory, workload: Workload
+        self, rollout: RolloutConfig, num_engines: int, memory: EngineMemory, workload: Workload
     ) -> RolloutTime:
         """Time that the engines take for a step's responses or an evaluation's."""
         return compute_rollout_time(
             self.shape,
             workload,
             self.accelerator,
-            num_engines=rollout.num_engines,
+            num_engines=num_engines,
             tensor_parallel_size=rollout.tensor_parallel_size,
             pipeline_parallel_size=rollout.pipeline_parallel_size,
             max_num_seqs=rollout.max_num_seqs,
@@ -141,11 +156,16 @@ class Problem:
             sync=compute_sync_time(
                 self.num_weight_bytes,
                 trainer.parallel.world_size,
-                rollout.num_engines,
+                engines.num_engines,
                 rollout.num_engine_ranks,
                 self.accelerator,
             ),
         )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether engines and trainer take turns on the same GPUs."""
+        return self.config.rollout.placement == "colocated"
 
     @property
     def fp8_layer_frac(self) -> float:
@@ -170,6 +190,14 @@ class Problem:
             return (
                 f"parallel: a trainer GPU needs {trainer.total / GIB:.0f} GiB of {name}'s "
                 f"{capacity / GIB:.0f}: {listed}"
+            )
+        wanted = self.config.rollout.kv_cache_bytes
+        if self.is_colocated and wanted is not None and engine.parts["KV cache"] < wanted:
+            others = {part: size for part, size in engine.parts.items() if part != "KV cache"}
+            listed = ", ".join(f"{part} {size / GIB:.0f}" for part, size in others.items())
+            return (
+                f"rollout.kv_cache_bytes={wanted}: a GPU of {name}'s {capacity / GIB:.0f} GiB has "
+                f"{max(engine.parts['KV cache'], 0) / GIB:.1f} for it beside {listed}"
             )
         longest = self.config.max_engine_tokens
         if engine.kv_tokens < longest:

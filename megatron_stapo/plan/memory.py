@@ -35,6 +35,9 @@ class TrainerMemory:
     """Pipeline stage of the rank."""
     parts: dict[str, float]
     """Bytes."""
+    resident: float
+    """Bytes of a rank outside its updates, of the rank that has most: what an engine on the same
+    GPU finds taken."""
 
     @property
     def total(self) -> float:
@@ -129,6 +132,7 @@ def compute_trainer_memory(
     dtype: str = "bfloat16",
     has_reference: bool = False,
     fp8_layer_frac: float = 0.0,
+    engine_bytes: float = 0.0,
 ) -> TrainerMemory:
     """Bytes by part on the fullest trainer GPU.
 
@@ -138,6 +142,7 @@ def compute_trainer_memory(
         has_reference: a copy of the weights for the KL term.
         fp8_layer_frac: layers in FP8, of all. Transformer Engine keeps their weights besides in
             FP8, for forward and for backward; what the activations save is not counted.
+        engine_bytes: what an engine that sleeps on the GPU holds.
     """
     scale = 2 if dtype == "float32" else 1
     layer = scale * compute_layer_activations(shape, parallel)
@@ -150,7 +155,8 @@ def compute_trainer_memory(
     ep = parallel.expert_model_parallel_size
     layer_params = shape.cut_layer_params / tp + shape.expert_layer_params / ep
     stages = list_stage_layers(parallel, shape.num_layers)
-    fullest: TrainerMemory | None = None
+    fullest: tuple[int, dict[str, float]] | None = None
+    resident = 0.0
     for stage, num_layers in enumerate(stages):
         state = compute_stage_state(shape, parallel, stage, num_layers, dtype)
         in_flight = count_layers_in_flight(parallel, stage, num_layers, num_microbatches)
@@ -167,27 +173,38 @@ def compute_trainer_memory(
             chunk = min(HEAD_CHUNK_TOKENS, max_microbatch_tokens) * rows * (4 + 2)
             hidden = 4 * 2 * scale * max_microbatch_tokens * shape.hidden_size
             head = chunk + rows * shape.hidden_size * (4 + 4) + hidden
-        parts = {
+        kept = {
             "weights": state.weights,
             "gradients": state.gradients,
             "optimizer": state.optimizer,
             "reference": state.weights if has_reference else 0.0,
             "FP8 weights": fp8_layer_frac * num_layers * layer_params * 2,
+        }
+        resident = max(resident, sum(kept.values()) + TRAINER_ALLOWANCE_BYTES)
+        parts = kept | {
             "activations": activations,
             "head": head,
             "allowance": TRAINER_ALLOWANCE_BYTES + FRAGMENTATION * (activations + head),
+            "engine asleep": engine_bytes,
         }
-        memory = TrainerMemory(stage=stage, parts=parts)
-        if fullest is None or memory.total > fullest.total:
-            fullest = memory
+        if fullest is None or sum(parts.values()) > sum(fullest[1].values()):
+            fullest = stage, parts
     assert fullest is not None
-    return fullest
+    return TrainerMemory(stage=fullest[0], parts=fullest[1], resident=resident)
 
 
 def compute_engine_memory(
-    shape: ModelShape, rollout: RolloutConfig, accelerator: Accelerator, dtype: str = "bfloat16"
+    shape: ModelShape,
+    rollout: RolloutConfig,
+    accelerator: Accelerator,
+    dtype: str = "bfloat16",
+    trainer_bytes: float = 0.0,
 ) -> EngineMemory:
-    """Bytes by part on an engine's GPU, and what its KV cache holds."""
+    """Bytes by part on an engine's GPU, and what its KV cache holds.
+
+    Args:
+        trainer_bytes: `TrainerMemory.resident` of a trainer on the same GPU.
+    """
     tp, pp = rollout.tensor_parallel_size, rollout.pipeline_parallel_size
     scale = 2 if dtype == "float32" else 1
     table = shape.embedding_params
@@ -200,7 +217,7 @@ def compute_engine_memory(
     activations = ENGINE_BATCHED_TOKENS * scale * (8 * shape.hidden_size + widest / tp)
     # Logits of every sequence over the whole vocabulary, their softmax and logarithm, in float32.
     logits = 12 * rollout.max_num_seqs * shape.vocab_size
-    kept = weights + activations + logits + ENGINE_ALLOWANCE_BYTES
+    kept = weights + activations + logits + ENGINE_ALLOWANCE_BYTES + trainer_bytes
     free = ENGINE_MEMORY_FRACTION * accelerator.memory_bytes - kept
     cache = free if rollout.kv_cache_bytes is None else min(free, rollout.kv_cache_bytes)
     return EngineMemory(
@@ -208,6 +225,7 @@ def compute_engine_memory(
             "weights": weights,
             "activations": activations + logits,
             "allowance": ENGINE_ALLOWANCE_BYTES,
+            "trainer's state": trainer_bytes,
             "left free": (1 - ENGINE_MEMORY_FRACTION) * accelerator.memory_bytes,
             "KV cache": cache,
         },

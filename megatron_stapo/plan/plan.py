@@ -35,14 +35,16 @@ class Plan:
 
     @property
     def num_engine_gpus(self) -> int:
-        """Ranks of all engines."""
-        rollout = self.estimate.engines.rollout
-        return rollout.num_engines * rollout.num_engine_ranks
+        """Of the engines alone: 0 where they are on the trainer's."""
+        if self.problem.is_colocated:
+            return 0
+        engines = self.estimate.engines
+        return engines.num_engines * engines.rollout.num_engine_ranks
 
     @property
     def num_received_bytes(self) -> int:
         """Of a resync, over all engines: each holds the model once."""
-        return self.problem.num_weight_bytes * self.estimate.engines.rollout.num_engines
+        return self.problem.num_weight_bytes * self.estimate.engines.num_engines
 
     @property
     def bottleneck(self) -> str:
@@ -83,6 +85,8 @@ class Plan:
         notes = []
         if config.algorithm.dynamic_sampling:
             notes.append("algorithm.dynamic_sampling: one round of rollouts is counted, not more.")
+        if self.problem.is_colocated:
+            return notes  # its ranks meet many times in a rollout
         return notes + [
             f"{name}={limit:g}: {what} takes about {longest:.0f} s; use {longest / _SLACK:.0f}."
             for name, limit in (
@@ -122,10 +126,11 @@ def build_plan(config: Config, mean_response_tokens: float | None = None) -> Pla
     }
     estimates: dict[str, Estimate | str] = {}
     for name, problem in problems.items():
-        estimate = problem.combine(
-            problem.estimate_trainer(config.parallel, config.data.max_microbatch_tokens),
-            problem.estimate_engines(config.rollout),
+        trainer = problem.estimate_trainer(config.parallel, config.data.max_microbatch_tokens)
+        engines = problem.estimate_engines(
+            config.rollout, trainer if problem.is_colocated else None
         )
+        estimate = problem.combine(trainer, engines)
         misfit = problem.describe_misfit(estimate.trainer.memory, estimate.engines.memory)
         estimates[name] = misfit or estimate
     if config.cluster.accelerator not in ACCELERATORS:
@@ -136,7 +141,8 @@ def build_plan(config: Config, mean_response_tokens: float | None = None) -> Pla
     problem = problems[config.cluster.accelerator]
     mine = estimates[config.cluster.accelerator]
     num_gpus = config.parallel.world_size
-    num_gpus += config.rollout.num_engines * config.rollout.num_engine_ranks
+    if not problem.is_colocated:
+        num_gpus += config.rollout.num_engines * config.rollout.num_engine_ranks
     layouts = find_layouts(problem, num_gpus)
     if isinstance(mine, str):
         raise ValueError(f"{mine}; {_suggest(problem, layouts, num_gpus)}")
@@ -144,7 +150,7 @@ def build_plan(config: Config, mean_response_tokens: float | None = None) -> Pla
     evaluation = 0.0
     if benchmarks is not None:
         evaluation = problem.estimate_sampling(
-            config.rollout, mine.engines.memory, benchmarks
+            config.rollout, mine.engines.num_engines, mine.engines.memory, benchmarks
         ).total
     return Plan(
         problem=problem,
@@ -200,7 +206,7 @@ def format_plan(plan: Plan) -> str:
         f"{num_gpus} x {accelerator.name}",
         f"trainer  {plan.num_trainer_gpus} GPUs: {_format_trainer(estimate)}, "
         f"{time.num_microbatches} microbatches per update",
-        f"engines  {plan.num_engine_gpus} GPUs: {_format_engines(estimate)}",
+        f"engines  {_format_engine_gpus(plan)}: {_format_engines(estimate)}",
         "",
         f"GiB per GPU of {accelerator.memory_bytes / GIB:.0f}; the trainer's fullest stage is "
         f"{estimate.trainer.memory.stage + 1} of {config.parallel.pipeline_model_parallel_size}",
@@ -252,10 +258,16 @@ def _format_trainer(estimate: Estimate) -> str:
     return f"{' '.join(words)}, {estimate.trainer.max_microbatch_tokens} tokens per microbatch"
 
 
+def _format_engine_gpus(plan: Plan) -> str:
+    if plan.problem.is_colocated:
+        return "the trainer's GPUs, while it waits"
+    return f"{plan.num_engine_gpus} GPUs"
+
+
 def _format_engines(estimate: Estimate) -> str:
     rollout = estimate.engines.rollout
     stages = f" PP{rollout.pipeline_parallel_size}" if rollout.pipeline_parallel_size > 1 else ""
-    return f"{rollout.num_engines} x TP{rollout.tensor_parallel_size}{stages}"
+    return f"{estimate.engines.num_engines} x TP{rollout.tensor_parallel_size}{stages}"
 
 
 def _format_memory(plan: Plan) -> list[str]:

@@ -17,13 +17,18 @@ def find_layouts(problem: Problem, num_gpus: int) -> list[Estimate]:
     """For every split of the GPUs into trainer and engines the fastest layout of each that fits.
 
     Split by whole nodes where there are several. Tensor parallelism stays on a node and comes with
-    sequence parallelism; sizes are powers of two, but for data parallelism.
+    sequence parallelism; sizes are powers of two, but for data parallelism. Colocated engines take
+    all GPUs, as the trainer does: there is one split.
 
     Returns:
         Ascending by step time; empty where nothing fits.
     """
     node = problem.config.cluster.num_gpus_per_node
     step = node if num_gpus > node else 1
+    if problem.is_colocated:
+        trainer = _find_trainer(problem, num_gpus)
+        engines = _find_engines(problem, num_gpus, trainer) if trainer else None
+        return [problem.combine(trainer, engines)] if trainer and engines else []
     layouts = []
     for num_engine_gpus in range(step, num_gpus, step):
         engines = _find_engines(problem, num_engine_gpus)
@@ -35,8 +40,10 @@ def find_layouts(problem: Problem, num_gpus: int) -> list[Estimate]:
     return sorted(layouts, key=lambda layout: layout.total)
 
 
-def _find_engines(problem: Problem, num_gpus: int) -> EngineEstimate | None:
-    """The fastest that fits and uses all GPUs."""
+def _find_engines(
+    problem: Problem, num_gpus: int, trainer: TrainerEstimate | None = None
+) -> EngineEstimate | None:
+    """The fastest that fits and uses all GPUs, on those of the trainer where one is given."""
     best = None
     longest = problem.config.max_engine_tokens
     node = problem.config.cluster.num_gpus_per_node
@@ -46,14 +53,16 @@ def _find_engines(problem: Problem, num_gpus: int) -> EngineEstimate | None:
                 continue
             rollout = dataclasses.replace(
                 problem.config.rollout,
-                num_engines=num_gpus // (tp * pp),
+                num_engines=1 if trainer else num_gpus // (tp * pp),
                 tensor_parallel_size=tp,
                 pipeline_parallel_size=pp,
             )
-            if rollout.num_engines > problem.workload.num_prompts:
+            if num_gpus // (tp * pp) > problem.workload.num_prompts:
                 continue
-            estimate = problem.estimate_engines(rollout)
+            estimate = problem.estimate_engines(rollout, trainer)
             if estimate.memory.kv_tokens * HEADROOM < longest:
+                continue
+            if trainer and estimate.memory.parts["KV cache"] < (rollout.kv_cache_bytes or 0):
                 continue
             if best is None or estimate.time.total < best.time.total:
                 best = estimate

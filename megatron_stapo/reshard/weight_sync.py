@@ -38,13 +38,17 @@ class WeightSync:
     def __init__(
         self, config: Config, weights: HfWeights, engine: Engine | None, groups: Groups
     ) -> None:
-        """Args: engine is rank 0's; None on every other rank."""
+        """Args: engine is rank 0's; None on every other rank, but where it is colocated."""
         self._config = config
         self._weights = weights
         self._groups = groups
         self._engine = engine
         model_json = load_model_json(config.model.path)
         self._parts = list_engine_parts(model_json, config.rollout)
+        is_colocated = config.rollout.placement == "colocated"
+        if is_colocated:  # the engines get theirs together
+            self._parts *= config.num_engines
+        self._num_engines = 1 if is_colocated else config.rollout.num_engines
         self._holdings = list_rank_holdings(
             weights, groups.tp_size, model_json["num_key_value_heads"]
         )
@@ -52,10 +56,10 @@ class WeightSync:
         for holding in self._holdings[groups.rank]:
             self._own[holding.name].append(holding)
         self._dtype = getattr(torch, config.model.dtype)
-        self.rank = groups.rank
-        # The transformers engine lives in rank 0; vLLM's ranks are numbered after the trainer's.
-        self.is_local = config.rollout.engine == "transformers"
-        """Whether the engine is in processes of the trainer."""
+        self.rank, self.world_size = groups.rank, groups.world_size
+        # The transformers engine is rank 0's; a server's ranks are numbered after the trainer's.
+        self.is_local = not config.rollout.has_servers
+        """Whether the engines are in processes of the trainer."""
         first = 0 if self.is_local else groups.world_size
         self.receivers = range(first, first + len(self._parts))
         """Numbers of an engine's ranks."""
@@ -71,7 +75,8 @@ class WeightSync:
         Called by every rank.
 
         Args:
-            engine_indices: the engines that get them, the same on every rank; None: all.
+            engine_indices: the engines that get them, the same on every rank; None: all. Colocated
+                ones get them together.
 
         Returns:
             Why an engine did not take them, the same on every rank, so that the step can be saved
@@ -80,8 +85,9 @@ class WeightSync:
         Communicates: for every engine a broadcast from rank 0, the plan's messages, and a gather;
             where a probe is due, as `HfWeights.stream` before it.
         """
-        indices = range(self._config.rollout.num_engines)
-        indices = indices if engine_indices is None else engine_indices
+        indices: Sequence[int] = range(self._num_engines)
+        if engine_indices is not None and self._num_engines > 1:
+            indices = engine_indices
         interval = self._config.reshard.probe_interval_steps
         is_due = policy_version > 0 and policy_version % interval == 0
         probed = [index for index in indices if is_due or index not in self._has_probed]
@@ -160,7 +166,7 @@ class WeightSync:
             error = f"{refused}"
         try:
             update.follow()
-            if self._engine is not None and expected is not None and not (error or has_died):
+            if self.rank == 0 and expected is not None and not (error or has_died):
                 _compare(update.hashes, expected, index)
         except Exception as failed:
             error = error or f"{failed}"
@@ -216,18 +222,20 @@ class _Update:
         self._tell((connect_info, store is not None))
         self._sync.send(self._index, connect_info, store)
 
-    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self) -> Iterator[tuple[Part, torch.Tensor]]:
         for bucket in self._exchange_locally():
             for part, tensor in bucket:
                 if self.is_probe:
-                    self.hashes[0][part.name] = hash_tensor(tensor)
-                yield part.name, tensor
+                    self.hashes[self._sync.rank][part.name] = hash_tensor(tensor)
+                yield part, tensor
 
     def follow(self) -> None:
         """Do what is left: on a rank that does not drive the engine, all of its part."""
         if self._sync.is_local:
             for _ in self._exchange_locally():
                 pass
+            if self.is_probe:
+                self._gather_hashes()
         elif self._sync.rank == 0:
             if not self._has_told:
                 self._tell(None)
@@ -245,6 +253,15 @@ class _Update:
             number = self._num_exchanged
             self._num_exchanged += 1
             yield self._sync.exchange_locally(plan, number)
+
+    def _gather_hashes(self) -> None:
+        """Bring the ranks' hashes to rank 0."""
+        rank, sync = self._sync.rank, self._sync
+        gathered: list[Any] | None = [None] * sync.world_size if rank == 0 else None
+        mine = self.hashes[rank] if rank in sync.receivers else {}
+        dist.gather_object(mine, gathered, dst=0)
+        if gathered is not None:
+            self.hashes = gathered[: len(sync.receivers)]
 
     def _tell(self, message: tuple[ConnectInfo, bool] | None) -> None:
         self._has_told = True

@@ -6,6 +6,7 @@ calls or of what is sampled beside it.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_stapo.types import Prompt, RolloutGroup, Sampling
@@ -16,6 +17,28 @@ if TYPE_CHECKING:
 
 class EngineDiedError(RuntimeError):
     """An engine is gone; its host starts it again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRequest:
+    """Rank 0's wish that all ranks sample together, in the engines that they hold.
+
+    What is sampled, rank 0 hands out as it goes.
+    """
+
+    num_samples: int
+    """Per prompt."""
+    sampling: Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepMemory:
+    """GPU memory of a rank in bytes; None where vLLM cannot sleep, as on a CPU."""
+
+    freed_bytes: int | None
+    """Device memory free after falling asleep, less before."""
+    held_bytes: int | None
+    """What the engine has taken of the device since before it was made, less what it freed."""
 
 
 class Engine(Protocol):
@@ -38,6 +61,11 @@ class Engine(Protocol):
 
     def list_stale(self, policy_version: int) -> list[int]:
         """Numbers of the engines that answer and have other weights than of this version."""
+        ...
+
+    def take_request(self) -> SamplingRequest | None:
+        """What a call of `generate` wants of all ranks, once; None from engines that sample by
+        themselves."""
         ...
 
     def generate(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_stapo.config import Config
-from megatron_stapo.rollout import EngineDiedError
+from megatron_stapo.rollout import EngineDiedError, SamplingRequest
 from megatron_stapo.rollout.engine_host import request_restart
 from megatron_stapo.rollout.vllm_engine import HEALTH_INTERVAL_S, ServerDiedError, VllmEngine
 from megatron_stapo.types import Prompt, RolloutGroup, Sampling
@@ -100,6 +100,10 @@ class EnginePool:
             for member in self._members
             if member.is_up and member.engine.policy_version != policy_version
         ]
+
+    def take_request(self) -> SamplingRequest | None:
+        """See `Engine`."""
+        return None
 
     def generate(
         self,

@@ -17,16 +17,15 @@ class ShardTensor(torch.Tensor):
 
     _part: Part
     _held: torch.Tensor
-    was_taken: bool
-    """Whether a loader has narrowed it."""
+    _taken: set[str]
 
     @staticmethod
-    def __new__(cls, part: Part, held: torch.Tensor) -> "ShardTensor":
-        """Args: held: the elements of the part."""
+    def __new__(cls, part: Part, held: torch.Tensor, taken: set[str]) -> "ShardTensor":
+        """Args: held: the elements of the part. taken gets its name when a loader narrows it."""
         tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, part.shape, dtype=held.dtype, device=held.device
         )
-        tensor._part, tensor._held, tensor.was_taken = part, held, False
+        tensor._part, tensor._held, tensor._taken = part, held, taken
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -45,7 +44,7 @@ class ShardTensor(torch.Tensor):
             region = part.region
             mine = [(region.first_row, region.end_row), (region.first_column, region.end_column)]
             if wanted == mine[: len(wanted)]:
-                shard.was_taken = True
+                shard._taken.add(part.name)
                 return shard._held
         raise RuntimeError(
             f"weight {part.name}: the engine's loader wants {func} of {list(args[1:])}, but of "

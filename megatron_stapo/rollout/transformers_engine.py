@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_stapo.config import Config
-from megatron_stapo.rollout import compute_request_seed
+from megatron_stapo.rollout import SamplingRequest, compute_request_seed
 from megatron_stapo.rollout.weight_transfer import Checklist, WeightUpdate
 from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 
@@ -43,6 +43,10 @@ class TransformersEngine:
             config.model.path, dtype=getattr(torch, config.model.dtype)
         )
         self._model.to(self._device).eval()
+
+    def take_request(self) -> SamplingRequest | None:
+        """See `Engine`."""
+        return None
 
     def generate(
         self,
@@ -82,9 +86,9 @@ class TransformersEngine:
         parameters = dict(self._model.named_parameters())
         checklist = Checklist({name: p.shape for name, p in parameters.items()})
         with torch.no_grad():
-            for name, tensor in update.receive():
-                checklist.take(name, tensor.shape)
-                parameters[name].copy_(tensor)
+            for part, tensor in update.receive():
+                checklist.take(part.name, tensor.shape)
+                parameters[part.name].copy_(tensor)
         checklist.check_complete()
         self.policy_version = update.policy_version
 

@@ -37,7 +37,7 @@ from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 _NO_LOGPROB = -9999.0
 """What vLLM 0.32 sends for a log-probability that is -inf, NaN or absent."""
 
-_CHECKPOINT_VERSION = "default"
+CHECKPOINT_VERSION = "default"
 """vLLM's label for the weights that it loaded at its start."""
 
 HEALTH_INTERVAL_S = 2.0
@@ -68,7 +68,7 @@ class VllmEngine:
         self._vocab_size = load_model_json(config.model.path)["vocab_size"]
         self.policy_version = 0
         """Number of completed steps of its weights."""
-        self._server_version = _CHECKPOINT_VERSION
+        self._server_version = CHECKPOINT_VERSION
         self._link: tuple[ConnectInfo, dist.TCPStore] | None = None
         self._wait_until_healthy()
 
@@ -160,7 +160,7 @@ class VllmEngine:
         """Take the server for a new one, with the weights that it loads at its start."""
         self.close()
         self.policy_version = 0
-        self._server_version = _CHECKPOINT_VERSION
+        self._server_version = CHECKPOINT_VERSION
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Replace all weights; see `Engine`.

@@ -1,20 +1,21 @@
 """What runs inside vLLM's worker processes: the receiving end of the weight transfer.
 
-The only file that imports vllm. vLLM imports it in every worker, for `--worker-extension-cls` names
-`Registration`.
+With `vllm_rank` the only file that imports vllm. vLLM imports it in every worker, for
+`--worker-extension-cls` names `Registration`.
 
 Invariant: a worker receives every bucket, also when it has refused one, so that no end waits for
 the other.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.config import ModelConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -52,12 +53,7 @@ class UpdateInfo:
 
 
 class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
-    """Receives this rank's parts over gloo or NCCL and loads them as vLLM loads a checkpoint.
-
-    vLLM's layer-wise reload keeps a layer's tensors until the layer is complete, then repeats what
-    loading did to them: it fuses, quantises and repacks into the memory that the running model
-    reads. Loading into the model at once would fail where layers are repacked, as on a CPU.
-    """
+    """Receives this rank's parts over gloo or NCCL and loads them as vLLM loads a checkpoint."""
 
     init_info_cls = ConnectInfo
     update_info_cls = UpdateInfo
@@ -82,7 +78,7 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Prepare every layer for new weights."""
-        initialize_layerwise_reload(self.model)
+        self._reload = WeightReload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive all parts and load them."""
@@ -109,7 +105,7 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             if update_info.is_probe:
                 hashes |= {part.name: hash_tensor(tensor) for part, tensor in parts}
             try:
-                load_parts(self.model, parts)
+                self._reload.load(parts)
             except Exception as error:
                 refusal = refusal or error
         if refusal:
@@ -120,37 +116,60 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Finish the layers that received no tensor of their own."""
-        finish_loading(self.model, self.model_config, self.device)
+        self._reload.finish()
 
     def shutdown(self) -> None:
         """Leave the group, if it was ever made."""
         self._group = None
 
 
-def load_parts(model: torch.nn.Module, parts: Iterable[tuple[Part, torch.Tensor]]) -> None:
-    """Give parts to vLLM's loaders, between `initialize_layerwise_reload` and `finish_loading`.
+class WeightReload:
+    """One replacement of all weights of a model that runs.
 
-    Raises:
-        RuntimeError: a loader asks for another part than is there, or for none.
+    vLLM's layer-wise reload keeps a layer's tensors until the layer is complete, then repeats what
+    loading did to them: it fuses, quantises and repacks into the memory that the running model
+    reads. Loading into the model at once would fail where layers are repacked, as on a CPU.
     """
-    named = {
-        part.name: tensor if part.is_whole else ShardTensor(part, tensor) for part, tensor in parts
-    }
-    model.load_weights(named.items())
-    for name, tensor in named.items():
-        if isinstance(tensor, ShardTensor) and not tensor.was_taken:
-            raise RuntimeError(f"weight {name}: the engine's model has not loaded it.")
 
+    def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Prepare every layer for new weights. The caller has set vLLM's current config."""
+        self._model, self._model_config = model, model_config
+        self._sharded: set[str] = set()
+        self._taken: set[str] = set()
+        initialize_layerwise_reload(model)
 
-def finish_loading(model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
-    """Finish the layers that received no tensor of their own."""
-    finalize_layerwise_reload(model, model_config)
-    if device.type == "cpu":
-        # There the head multiplies with a packed copy of its weight. A tied head receives no
-        # tensor, so vLLM 0.32 leaves it with the copy of the old embedding.
-        for module in model.modules():
-            if isinstance(module, ParallelLMHead):
+    def load(self, parts: Iterable[tuple[Part, torch.Tensor]]) -> None:
+        """Give some of the parts to vLLM's loaders. Layers keep them until they are complete.
+
+        Raises:
+            RuntimeError: a loader asks for another part than is there.
+        """
+        self._model.load_weights(self._name(parts))
+
+    def finish(self) -> None:
+        """Finish the layers that received no tensor of their own.
+
+        Raises:
+            RuntimeError: a part was loaded by nobody.
+        """
+        if unused := sorted(self._sharded - self._taken):
+            raise RuntimeError(f"weight {unused[0]}: the engine's model has not loaded it.")
+        finalize_layerwise_reload(self._model, self._model_config)
+        for module in self._model.modules():
+            # On a CPU the head multiplies with a packed copy of its weight. A tied head receives no
+            # tensor, so vLLM 0.32 leaves it with the copy of the old embedding.
+            if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
                 module.quant_method.process_weights_after_loading(module)
+
+    def _name(
+        self, parts: Iterable[tuple[Part, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for part, tensor in parts:
+            if part.is_whole:
+                yield part.name, tensor
+            else:
+                self._sharded.add(part.name)
+                yield part.name, ShardTensor(part, tensor, self._taken)
 
 
 def check_schedule(buckets: Iterable[Bucket], path: str, place: list[int]) -> None:

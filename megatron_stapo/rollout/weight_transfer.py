@@ -194,8 +194,8 @@ class WeightUpdate(Protocol):
     hashes: Hashes
     """What they found. `receive` fills it, or the engine."""
 
-    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of an engine that is this process: Hugging Face names, each once, lazily."""
+    def receive(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        """What an engine in this process takes, each part once, lazily."""
         ...
 
     def format_schedules(self) -> list[str]:

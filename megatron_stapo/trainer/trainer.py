@@ -24,7 +24,7 @@ from megatron_stapo.algo.advantage import reweight_advantages
 from megatron_stapo.algo.token_mask import check_finite
 from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.model.qwen3 import build_model
-from megatron_stapo.model.router import RouterBalance
+from megatron_stapo.model.router import RouterBalance, release_graph
 from megatron_stapo.model.weights import HfWeights
 from megatron_stapo.parallel.groups import Groups, fail_together
 from megatron_stapo.trainer.head import run_model
@@ -155,6 +155,7 @@ class Trainer:
             return compute_loss(streams[0], m, self.config.algorithm, self.sums)
 
         outputs = self._run_schedule(minibatch, compute, forward_only=False)
+        release_graph(self.ddp)
         loss = self._reduce_loss(outputs)
         if not self._is_finite(loss):
             self.num_skipped_in_a_row += 1

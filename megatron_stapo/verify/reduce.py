@@ -54,6 +54,7 @@ def reduce_config(config: Config) -> tuple[Config, int]:
         rollout=dataclasses.replace(
             config.rollout,
             engine="transformers",  # none is started
+            placement="disaggregated",
             tensor_parallel_size=1,
             num_prompts_per_step=num_prompts,
             group_size=group_size,

@@ -10,27 +10,28 @@ COLUMNS = Part("w", (8, 6), Region(0, 8, 3, 6))
 
 def build(part):
     held = torch.randn(part.region.num_rows, part.region.num_columns)
-    return ShardTensor(part, held), held
+    taken = set()
+    return ShardTensor(part, held, taken), held, taken
 
 
 @pytest.mark.parametrize(("part", "cut"), [(ROWS, (0, 2, 2)), (COLUMNS, (1, 3, 3))])
 def test_a_loader_gets_the_part_that_it_narrows_to(part, cut):
-    shard, held = build(part)
+    shard, held, taken = build(part)
     assert shard.shape == (8, 6) and shard.dtype == held.dtype and shard.ndim == 2
-    assert not shard.was_taken
+    assert not taken
     parameter = torch.empty(held.shape)
     parameter.copy_(shard.narrow(*cut))
     assert torch.equal(parameter, held)
-    assert shard.was_taken
+    assert taken == {"w"}
     assert torch.equal(build(part)[0].narrow(*cut), held) is False  # another draw
 
 
 @pytest.mark.parametrize("cut", [(0, 0, 2), (0, 2, 3), (0, 2, 1), (1, 2, 4), (0, 0, 8)])
 def test_another_part_is_refused(cut):
-    shard, _ = build(ROWS)
+    shard, _, taken = build(ROWS)
     with pytest.raises(RuntimeError, match=r"weight w: the engine's loader wants .*\[8, 6\]"):
         shard.narrow(*cut)
-    assert not shard.was_taken
+    assert not taken
 
 
 @pytest.mark.parametrize(
@@ -44,4 +45,4 @@ def test_the_whole_is_refused(use):
 
 def test_a_part_may_be_empty():
     part = Part("w", (8, 6), Region(8, 8, 0, 6))
-    assert ShardTensor(part, torch.empty(0, 6)).narrow(0, 8, 0).shape == (0, 6)
+    assert ShardTensor(part, torch.empty(0, 6), set()).narrow(0, 8, 0).shape == (0, 6)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from megatron_stapo.rollout import compute_request_seed
 from megatron_stapo.rollout.transformers_engine import TransformersEngine, draw_tokens, keep_top_p
+from megatron_stapo.rollout.weight_transfer import Part, Region
 from megatron_stapo.types import Prompt, Sampling
 from tests.tiny_model import VOCAB_SIZE
 from tests.workers import build_config
@@ -156,7 +157,12 @@ def test_the_ends_of_the_interval_draw_a_token_that_can_occur(uniform):
 
 
 def build_update(named_tensors, policy_version):
-    return SimpleNamespace(policy_version=policy_version, receive=lambda: iter(named_tensors))
+    """Whole tensors, lazily."""
+    parts = (
+        (Part(name, tuple(tensor.shape), Region.whole(tensor.shape)), tensor)
+        for name, tensor in named_tensors
+    )
+    return SimpleNamespace(policy_version=policy_version, receive=lambda: parts)
 
 
 @pytest.mark.parametrize("embedding", ["tied", "untied"])
