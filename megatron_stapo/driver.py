@@ -39,8 +39,7 @@ from megatron_stapo.evaluation.evaluate import evaluate_into, load_benchmarks
 from megatron_stapo.evaluation.statistics import compute_average, compute_average_error
 from megatron_stapo.observability import RunLog
 from megatron_stapo.rewards.judge import Judge, Judgement, Pending, compute_judge_metrics
-from megatron_stapo.rollout import Engine, SamplingRequest
-from megatron_stapo.rollout.colocated import SleepMemory
+from megatron_stapo.rollout import Engine, SamplingRequest, SleepMemory
 from megatron_stapo.types import Minibatch, Prompt, RolloutGroup, Sampling, Update
 
 _POLL_S = 0.05

@@ -34,6 +34,9 @@ class ScriptedEngine:
     def list_stale(self, policy_version):
         return [] if policy_version == self.policy_version else [0]
 
+    def take_request(self):
+        return None
+
     def generate(self, prompts, num_samples, sampling, on_group=None):
         assert sampling.max_response_tokens == MAX_TOKENS and sampling.top_p == 1.0
         groups = []

@@ -31,6 +31,17 @@ class SamplingRequest:
     sampling: Sampling
 
 
+@dataclass(frozen=True, kw_only=True)
+class SleepMemory:
+    """GPU memory that an engine in the trainer's ranks gives back for the update, in bytes; None
+    where vLLM cannot sleep, as on a CPU."""
+
+    freed_bytes: int | None
+    """Device memory free after falling asleep, less before."""
+    held_bytes: int | None
+    """What the engine has taken of the device since before it was made, less what it freed."""
+
+
 class Engine(Protocol):
     """An inference engine, or a pool of them, as rank 0 of the trainer sees it.
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_stapo.config import Config
 from megatron_stapo.parallel.groups import Groups, agree
-from megatron_stapo.rollout import SamplingRequest
+from megatron_stapo.rollout import SamplingRequest, SleepMemory
 from megatron_stapo.types import Prompt, Rollout, RolloutGroup, Sampling
 
 _STEPS_PER_ROUND = 16
@@ -32,16 +32,6 @@ wait for the slowest engine, is little beside it, and a group does not wait long
 
 _WAIT_S = 0.5
 """Longest time between two calls of on_wait."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SleepMemory:
-    """GPU memory of a rank in bytes; None where vLLM cannot sleep, as on a CPU."""
-
-    freed_bytes: int | None
-    """Device memory free after falling asleep, less before."""
-    held_bytes: int | None
-    """What the engine has taken of the device since before it was made, less what it freed."""
 
 
 class RankEngine(Protocol):

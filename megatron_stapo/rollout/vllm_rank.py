@@ -23,8 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_stapo.config import Config, load_model_json
-from megatron_stapo.rollout import SamplingRequest, compute_request_seed
-from megatron_stapo.rollout.colocated import SleepMemory
+from megatron_stapo.rollout import SamplingRequest, SleepMemory, compute_request_seed
 from megatron_stapo.rollout.vllm_engine import CHECKPOINT_VERSION, parse_choices
 from megatron_stapo.rollout.vllm_server import build_engine_options
 from megatron_stapo.rollout.vllm_worker import WeightReload
