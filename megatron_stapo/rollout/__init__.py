@@ -33,7 +33,8 @@ class SamplingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SleepMemory:
-    """GPU memory of a rank in bytes; None where vLLM cannot sleep, as on a CPU."""
+    """GPU memory that an engine in the trainer's ranks gives back for the update, in bytes; None
+    where vLLM cannot sleep, as on a CPU."""
 
     freed_bytes: int | None
     """Device memory free after falling asleep, less before."""

@@ -114,7 +114,8 @@ class VllmRank:
     def abort(self) -> None:
         """See `RankEngine`."""
         if self._open:
-            self._engine.abort_request(list(self._open))
+            with self._as_guest():
+                self._engine.abort_request(list(self._open))
             self._open.clear()
 
     def load(self, parts: Iterable[tuple[Part, torch.Tensor]], policy_version: int) -> None:
@@ -208,8 +209,12 @@ class VllmRank:
             try:
                 yield
             finally:
-                os.environ.clear()
-                os.environ.update(environment)
+                # Name by name: a thread that starts a process meanwhile needs the others.
+                for name in os.environ.keys() - environment.keys():
+                    del os.environ[name]
+                for name, value in environment.items():
+                    if os.environ.get(name) != value:
+                        os.environ[name] = value
                 random.setstate(states[0])
                 np.random.set_state(states[1])
                 torch.set_rng_state(states[2])

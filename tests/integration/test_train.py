@@ -254,13 +254,13 @@ def test_a_stopped_rank_ends_the_run_by_name(base, tmp_path):
     assert "SIGKILL" not in stderr.splitlines()[0]
 
 
-def run_verify_resume(base, folder, *overrides, **environment):
+def run_verify_resume(base, folder, *overrides, engine="transformers", **environment):
     recipe = folder / "coin.py"
     recipe.write_text(RECIPE.format(base=base, run_dir=folder / "run"))
     return subprocess.run(
         [
             *(sys.executable, "-m", "megatron_stapo.cli", "verify-resume", str(recipe)),
-            *("rollout.engine=transformers", *overrides),
+            *(f"rollout.engine={engine}", *overrides),
         ],
         capture_output=True,
         text=True,

@@ -139,3 +139,25 @@ def test_what_would_span_hosts_is_refused_by_name():
     rollout = RolloutConfig(tensor_parallel_size=8, pipeline_parallel_size=2)
     with pytest.raises(ValueError, match=r"pipeline_parallel_size=2: an engine of 16 ranks.*=8"):
         build_process_table(build(rollout=rollout))
+
+
+COLOCATED = RolloutConfig(placement="colocated", kv_cache_bytes=1, tensor_parallel_size=2)
+
+
+def test_colocated_engines_have_the_trainers_processes():
+    config = build(rollout=COLOCATED, tensor_model_parallel_size=2, data_parallel_size=6)
+    table = build_process_table(config)
+    assert len(table) == 12 and count_hosts(table) == 2
+    assert [p.role for p in table] == [f"trainer+engine {rank // 2}" for rank in range(12)]
+    assert len({(p.host, p.gpu) for p in table}) == 12
+    last = format_process_table(table).splitlines()[-1]
+    assert last.split() == ["1", "3", "trainer+engine", "5", "11", "1", "0", "0", "5", "0"]
+
+
+def test_a_colocated_engine_that_would_span_hosts_is_refused():
+    rollout = replace(COLOCATED, tensor_parallel_size=4)
+    config = build(gpus_per_node=6, rollout=rollout, data_parallel_size=12)
+    with pytest.raises(
+        ValueError, match=r"an engine of 4 ranks would span hosts .*=6; use engines"
+    ):
+        build_process_table(config)

@@ -58,6 +58,20 @@ def test_a_vllm_run_is_hosts_and_ranks_that_know_their_addresses(
     assert trainer.argv[1:5] == ["-m", "megatron_stapo.train", "--run-dir", "runs/base"]
 
 
+def test_a_colocated_run_is_the_trainer_alone(config: Config) -> None:
+    rollout = replace(config.rollout, placement="colocated", kv_cache_bytes=1)
+    config = replace(config, rollout=rollout)
+    [trainer] = build_tasks(config)
+    assert not find_urls(trainer.argv)
+    assert trainer.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    host = Host(address="10.0.0.1", interface="eth0", ports=[1])
+    [[trainer]] = build_host_tasks(config, [host])
+    assert (trainer.name, trainer.num_ranks) == ("trainer", 2)
+    assert trainer.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    # An evaluation has no trainer to live in.
+    assert [task.name for task in build_evaluation_tasks(config)] == ["engine", "evaluation"]
+
+
 def test_every_engine_has_gpus_of_its_own_beside_the_trainer(config: Config) -> None:
     config = replace(
         config,

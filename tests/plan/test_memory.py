@@ -3,7 +3,12 @@ import dataclasses
 import pytest
 
 from megatron_stapo.config import ParallelConfig, RolloutConfig, find_model_json, list_stage_layers
-from megatron_stapo.plan.accelerators import ACCELERATORS, GIB, HEAD_CHUNK_TOKENS
+from megatron_stapo.plan.accelerators import (
+    ACCELERATORS,
+    GIB,
+    HEAD_CHUNK_TOKENS,
+    TRAINER_ALLOWANCE_BYTES,
+)
 from megatron_stapo.plan.memory import (
     compute_engine_memory,
     compute_layer_activations,
@@ -193,3 +198,21 @@ def test_the_stages_of_an_engine_share_layers_and_cache():
     assert whole.parts["weights"] == 2 * shape.num_params / 4
     assert half.parts["weights"] == pytest.approx((shape.num_params - table) / 4 + table / 4)
     assert half.kv_tokens > 2 * whole.kv_tokens
+
+
+def test_what_stays_beside_a_colocated_engine_is_all_but_activations_and_head():
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    memory = compute_trainer_memory(EIGHT, parallel, 1000, 8, engine_bytes=GIB)
+    assert memory.parts["engine asleep"] == GIB
+    stages = [compute_stage_state(EIGHT, parallel, stage, 18, "bfloat16") for stage in range(2)]
+    fullest = max(s.weights + s.gradients + s.optimizer for s in stages)
+    assert memory.resident == fullest + TRAINER_ALLOWANCE_BYTES
+
+
+def test_a_colocated_engine_has_what_the_trainer_leaves():
+    rollout = RolloutConfig(placement="colocated", kv_cache_bytes=1000 * GIB)
+    alone, beside = (
+        compute_engine_memory(EIGHT, rollout, ACCELERATORS["h20"], trainer_bytes=taken)
+        for taken in (0, 30 * GIB)
+    )
+    assert beside.parts["KV cache"] == alone.parts["KV cache"] - 30 * GIB

@@ -214,3 +214,32 @@ def test_an_engine_in_fp8_has_more_cache_and_reads_less():
     )
     assert fp8.engines.memory.kv_tokens > bf16.engines.memory.kv_tokens
     assert fp8.phases["rollout"] < bf16.phases["rollout"]
+
+
+COLOCATED = (
+    "rollout.placement=colocated",
+    "rollout.num_engines=1",
+    "parallel.data_parallel_size=8",
+)
+
+
+def test_colocated_engines_take_no_gpus_of_their_own():
+    plan = build_plan(change(*COLOCATED, f"rollout.kv_cache_bytes={20 << 30}"))
+    assert (plan.num_trainer_gpus, plan.num_engine_gpus) == (32, 0)
+    assert plan.estimate.engines.num_engines == 8
+    engine = plan.estimate.engines.memory.parts
+    assert engine["KV cache"] == 20 << 30
+    assert engine["trainer's state"] == plan.estimate.trainer.memory.resident
+    assert plan.warnings == []
+    text = format_plan(plan)
+    assert "on 32 x h20" in text
+    assert "engines  the trainer's GPUs, while it waits: 8 x TP4" in text
+    for layout in plan.layouts:
+        proposed = apply_overrides(plan.problem.config, list_overrides(plan.problem.config, layout))
+        assert build_plan(proposed).estimate.total == layout.total
+
+
+def test_a_colocated_cache_without_room_is_refused_with_what_there_is():
+    refused = r"rollout.kv_cache_bytes=85899345920: .* has 47.9 for it beside .*trainer's state 29"
+    with pytest.raises(ValueError, match=refused):
+        build_plan(change(*COLOCATED, f"rollout.kv_cache_bytes={80 << 30}"))
