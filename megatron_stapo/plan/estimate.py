@@ -44,7 +44,8 @@ class EngineEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A step: engines and trainer take turns, then the weights move."""
+    """A step: engines and trainer take turns or, with rollout.max_lag_steps, work at the same time;
+    then the weights move."""
 
     trainer: TrainerEstimate
     engines: EngineEstimate
@@ -65,9 +66,25 @@ class Estimate:
         }
 
     @property
+    def is_overlapped(self) -> bool:
+        """Whether the next step's sampling runs while the trainer scores and trains."""
+        return self.engines.rollout.max_lag_steps > 0
+
+    @property
+    def bare_phases(self) -> dict[str, float]:
+        """Those that no longer one hides: engines or trainer, whose part is longer, and sync."""
+        phases = self.phases
+        if self.is_overlapped:
+            hidden = {"rollout"}
+            if phases["rollout"] > self.trainer.time.total:
+                hidden = phases.keys() - {"rollout", "sync"}
+            phases = {name: seconds for name, seconds in phases.items() if name not in hidden}
+        return phases
+
+    @property
     def total(self) -> float:
         """Seconds."""
-        return sum(self.phases.values())
+        return sum(self.bare_phases.values())
 
 
 @dataclass(frozen=True, kw_only=True)

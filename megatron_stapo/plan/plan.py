@@ -49,7 +49,7 @@ class Plan:
     @property
     def bottleneck(self) -> str:
         """The longest phase, and what it waits for."""
-        phases = self.estimate.phases
+        phases = self.estimate.bare_phases
         longest = max(phases, key=lambda phase: phases[phase])
         share = phases[longest] / self.estimate.total
         time = self.estimate.trainer.time
@@ -213,7 +213,8 @@ def format_plan(plan: Plan) -> str:
         *_format_memory(plan),
         "",
         f"seconds per step of {workload.num_sequences} responses, "
-        f"{workload.mean_response_tokens:,.0f} tokens each in the mean",
+        f"{workload.mean_response_tokens:,.0f} tokens each in the mean"
+        + ("; rollout beside score to update" if estimate.is_overlapped else ""),
         *_format_times(plan),
         "",
         f"bottleneck: {plan.bottleneck}",

@@ -67,6 +67,21 @@ def test_the_plan_says_what_a_resync_moves_and_how_long_the_run_takes():
     assert plan.bottleneck.startswith("rollout, 45% of the step")
 
 
+@pytest.mark.parametrize(("num_engines", "longer"), [(6, "update"), (3, "rollout")])
+def test_one_step_off_hides_the_shorter_of_sampling_and_training(num_engines, longer):
+    config = change(f"rollout.num_engines={num_engines}")
+    turns = build_plan(config).estimate
+    plan = build_plan(apply_overrides(config, ["rollout.max_lag_steps=1"]))
+    assert plan.estimate.phases == turns.phases
+    sampling, sync = turns.phases["rollout"], turns.phases["sync"]
+    training = sum(turns.phases[name] for name in ("score", "reference", "threshold", "update"))
+    assert (sampling > training) == (longer == "rollout")
+    assert plan.estimate.total == pytest.approx(max(sampling, training) + sync)
+    assert plan.estimate.total < turns.total
+    assert plan.bottleneck.startswith(f"{longer}, ")
+    assert "; rollout beside score to update\n" in format_plan(plan)
+
+
 def test_longer_responses_take_longer():
     config = change()
     short, long = (build_plan(config, mean).estimate for mean in (2000, 8000))
