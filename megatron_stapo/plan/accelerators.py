@@ -16,7 +16,8 @@ class Accelerator:
 
     name: str
     memory_bytes: int
-    """What the driver shows [A: 99 % of the nominal GiB, as measured on an H200: 139.8 of 141]."""
+    """What the driver shows [A: 99 % of the nominal GiB, as measured on an H200: 139.8 of 141]. Of
+    192 GB of a B200 boards have 180 [P: data sheets]."""
     bf16_flops: float
     """Dense peak, FLOP/s [P: data sheets]."""
     fp8_flops: float
@@ -24,12 +25,12 @@ class Accelerator:
     hbm_bytes_per_s: float
     """[P: data sheets]."""
     nvlink_bytes_per_s: float = 450e9
-    """One direction [P: 900 GB/s both ways]."""
+    """One direction [P: 900 GB/s both ways; of a B200 1800]."""
     network_bytes_per_s: float = 50e9
     """Per GPU, one direction [A: an adapter of 400 Gb/s each]."""
     gemm_efficiency: float
-    """Reached share of bf16_flops in the dense products of a layer [F]. The H20 has few FLOPs for
-    its bandwidth, so that little beside the products takes time."""
+    """Reached share of bf16_flops in the dense products of a layer [F; of a B200 A: an H100's]. The
+    H20 has few FLOPs for its bandwidth, so that little beside the products takes time."""
     fp8_efficiency: float
     """Likewise of fp8_flops, quantising included [F]."""
     expert_efficiency: float
@@ -76,6 +77,17 @@ ACCELERATORS = {
             bf16_flops=989e12,
             fp8_flops=1979e12,
             hbm_bytes_per_s=4.8e12,
+            gemm_efficiency=0.50,
+            fp8_efficiency=0.37,
+            expert_efficiency=0.15,
+        ),
+        Accelerator(
+            name="b200",
+            memory_bytes=178 * GIB,
+            bf16_flops=2250e12,
+            fp8_flops=4500e12,
+            hbm_bytes_per_s=8.0e12,
+            nvlink_bytes_per_s=900e9,
             gemm_efficiency=0.50,
             fp8_efficiency=0.37,
             expert_efficiency=0.15,

@@ -133,11 +133,6 @@ def build_plan(config: Config, mean_response_tokens: float | None = None) -> Pla
         estimate = problem.combine(trainer, engines)
         misfit = problem.describe_misfit(estimate.trainer.memory, estimate.engines.memory)
         estimates[name] = misfit or estimate
-    if config.cluster.accelerator not in ACCELERATORS:
-        raise ValueError(
-            f"cluster.accelerator={config.cluster.accelerator}: the plan has no figures of it; "
-            f"plan for one of {', '.join(ACCELERATORS)}."
-        )
     problem = problems[config.cluster.accelerator]
     mine = estimates[config.cluster.accelerator]
     num_gpus = config.parallel.world_size

@@ -117,6 +117,12 @@ def compute_packed_update(shape, parallel, num_packs, tokens, accelerator, fp8_l
     ).update
 
 
+def compute_packed_rate(shape, parallel, num_packs, tokens, accelerator, fp8_layer_frac=0.0):
+    """Tokens per second and GPU of such an update."""
+    seconds = compute_packed_update(shape, parallel, num_packs, tokens, accelerator, fp8_layer_frac)
+    return num_packs * tokens / parallel.world_size / seconds
+
+
 def compute_ms_swift_memory(shape, parallel, fp8_layer_frac=0.0):
     """GiB. Moments of 2 bytes instead of 4, and a fused activation that keeps two widths less."""
     memory = compute_trainer_memory(shape, parallel, 8192, 8, fp8_layer_frac=fp8_layer_frac)
@@ -126,7 +132,7 @@ def compute_ms_swift_memory(shape, parallel, fp8_layer_frac=0.0):
 
 def compute_figures():
     """Every figure, in the order of the table in docs/plan.md."""
-    h20, h100, h200 = (ACCELERATORS[name] for name in ("h20", "h100", "h200"))
+    h20, h100, h200, b200 = (ACCELERATORS[name] for name in ("h20", "h100", "h200", "b200"))
     mixture, large = qwen3("Qwen3-30B-A3B"), qwen3("Qwen3-235B-A22B")
     swift = build_parallel(tp=4, data_parallel_size=2, recompute="selective")
     return [
@@ -166,14 +172,52 @@ def compute_figures():
             "awsome-distributed-ai 1138",
             "Qwen3-8B pre-training, 16 H200",
             10_100,
-            4096
-            * 512
-            / 16
-            / compute_packed_update(
+            compute_packed_rate(
                 qwen3("Qwen3-8B"), build_parallel(data_parallel_size=16), 512, 4096, h200
             ),
             "token/s/GPU",
             0.2,
+        ),
+        *(
+            Figure(
+                "Megatron-Bridge 25.11",
+                f"{name} pre-training, {parallel.world_size} B200, MXFP8",
+                published,
+                compute_packed_rate(shape, parallel, num_packs, tokens, b200, 1.0),
+                "token/s/GPU",
+                bound,
+            )
+            for name, shape, parallel, num_packs, tokens, published, bound in (
+                (
+                    "Llama-3-8B",
+                    LLAMA_8B,
+                    build_parallel(data_parallel_size=8),
+                    128,
+                    8192,
+                    29_521,
+                    0.2,
+                ),
+                (
+                    "Qwen3-235B-A22B",
+                    large,
+                    build_parallel(
+                        pp=8, ends=11, data_parallel_size=8, expert_model_parallel_size=8
+                    ),
+                    1024,
+                    4096,
+                    3_269,
+                    0.3,
+                ),
+                (
+                    "Qwen3-30B-A3B",
+                    mixture,
+                    build_parallel(data_parallel_size=8, expert_model_parallel_size=8),
+                    512,
+                    4096,
+                    9_299,
+                    None,
+                ),
+            )
         ),
         Figure(
             "NeMo-RL 0.5",
