@@ -5,7 +5,7 @@ import torch
 from megatron_stapo.config import load_model_json
 from megatron_stapo.reshard.plan import Holding, build_plan
 from megatron_stapo.rollout.engine_parts import list_engine_parts
-from megatron_stapo.rollout.weight_transfer import Region, exchange, format_buckets
+from megatron_stapo.rollout.weight_transfer import Region, exchange, format_buckets, pack
 
 
 class SingleTrainer:
@@ -53,5 +53,5 @@ class _Update:
             messages = []
             for message in sends.get(0, ()):
                 views = [h.view(self._weights[h.parameter], r) for h, r in message.pieces]
-                messages.append((message.receiver, torch.cat([v.reshape(-1) for v in views])))
+                messages.append((message.receiver, pack(message.form, views)))
             exchange(trainer._group, messages, [])

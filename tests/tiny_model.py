@@ -7,7 +7,9 @@ import torch
 VOCAB_SIZE = 96
 
 
-def build_tiny_model(folder: Path, tied: bool, num_experts: int = 0) -> Path:
+def build_tiny_model(
+    folder: Path, tied: bool, num_experts: int = 0, sizes: dict[str, int] | None = None
+) -> Path:
     """Write a Hugging Face folder without tokenizer; head_dim differs from hidden / heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -24,18 +26,22 @@ def build_tiny_model(folder: Path, tied: bool, num_experts: int = 0) -> Path:
         max_position_embeddings=256,
         initializer_range=0.2,
     )
+    sizes = sizes or {}
     if num_experts:
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                **shape,
-                num_experts=num_experts,
-                num_experts_per_tok=2,
-                moe_intermediate_size=24,
-                norm_topk_prob=True,
+                **shape
+                | dict(
+                    num_experts=num_experts,
+                    num_experts_per_tok=2,
+                    moe_intermediate_size=24,
+                    norm_topk_prob=True,
+                )
+                | sizes
             )
         )
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+        model = Qwen3ForCausalLM(Qwen3Config(**shape | sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

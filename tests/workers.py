@@ -836,9 +836,10 @@ def reshard_to_engines(
     """Move this layout's weights to the ranks of engines of (tp, pp) that are ranks of this world.
 
     Returns:
-        Of every engine: the names of this rank's tensors that are not the file's bit for bit, its
-        parts' number, bytes received from others, the least possible, and the most memory that was
-        alive beside the model, with the plan's own figure for both.
+        Of every engine: the names of this rank's tensors that are not the file's bit for bit, or
+        with an engine in FP8 not what it keeps of the file's; its parts' number, bytes received
+        from others, the least possible, and the most memory that was alive beside the model, with
+        the plan's own figure for both.
     """
     with joined_world(config) as groups, pytest.MonkeyPatch.context() as patch:
         from safetensors.torch import load_file
@@ -846,9 +847,11 @@ def reshard_to_engines(
         from megatron_stapo.config import load_model_json
         from megatron_stapo.reshard import weight_sync
         from megatron_stapo.reshard.plan import build_plan, list_rank_holdings
-        from megatron_stapo.rollout.engine_parts import list_parts
+        from megatron_stapo.rollout.engine_parts import list_engine_parts
+        from megatron_stapo.rollout.weight_transfer import hash_part
         from megatron_stapo.trainer.trainer import Trainer
 
+        element_bytes = getattr(torch, config.model.dtype).itemsize
         model_json = load_model_json(config.model.path)
         files = load_file(Path(config.model.path) / "model.safetensors")
         weights = Trainer(config, groups).weights
@@ -867,15 +870,14 @@ def reshard_to_engines(
         holdings = list_rank_holdings(weights, groups.tp_size, model_json["num_key_value_heads"])
         results = []
         for tp_size, pp_size in engines:
-            parts = [
-                list_parts(model_json, tp_rank, tp_size, pp_rank, pp_size)
-                for pp_rank in range(pp_size)
-                for tp_rank in range(tp_size)
-            ]
+            rollout = dataclasses.replace(
+                config.rollout, tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size
+            )
+            parts = list_engine_parts(model_json, rollout)
             # From the last rank down: the first ones hold what the first parts are.
             receivers = [groups.world_size - 1 - rank for rank in range(len(parts))]
             plan = build_plan(
-                holdings, parts, receivers, element_bytes=4, bucket_bytes=bucket_bytes
+                holdings, parts, receivers, element_bytes=element_bytes, bucket_bytes=bucket_bytes
             )
             received_bytes, wrong, num_parts, peak_bytes = 0, [], 0, 0
             for number in range(len(plan.sends)):
@@ -884,12 +886,13 @@ def reshard_to_engines(
                 peak_bytes = max(peak_bytes, live.peak_bytes)
                 for part, tensor in received:
                     num_parts += 1
-                    full = files[part.name]
+                    full = files[part.name].to(tensor.dtype)
                     region = part.region
                     mine = full[region.first_row : region.end_row]
                     if full.dim() > 1:
                         mine = mine[:, region.first_column : region.end_column]
-                    if not torch.equal(tensor, mine):
+                    kept = part.is_fp8 and hash_part(part, tensor) == hash_part(part, mine)
+                    if not (kept or torch.equal(tensor, mine)):
                         wrong.append(part.name)
                 received = tensor = None  # before the next bucket
             mine = parts[receivers.index(groups.rank)] if groups.rank in receivers else []
@@ -900,7 +903,7 @@ def reshard_to_engines(
                     "num_parts": num_parts,
                     "num_expected": sum(map(len, mine)),
                     "received_bytes": received_bytes,
-                    "least_bytes": 4
+                    "least_bytes": element_bytes
                     * sum(
                         p.region.num_elements
                         - sum(

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from megatron_stapo.model.weights import build_weight_table, merge, shard
 from megatron_stapo.reshard.plan import build_plan, list_holdings
 from megatron_stapo.rollout.engine_parts import list_parts
-from megatron_stapo.rollout.weight_transfer import Reception, Region, exchange
+from megatron_stapo.rollout.weight_transfer import Reception, Region, exchange, pack
 
 TRAINER, ENGINE = (0, 1), (2, 3)
 BUCKET_BYTES = 64 << 20
@@ -109,8 +109,7 @@ class _Bench:
             sends = []
             for message in self._plan.sends[number].get(self._rank, ()):
                 views = [h.view(self._mine[h.parameter], region) for h, region in message.pieces]
-                flat = views[0] if message.is_direct else torch.cat([v.reshape(-1) for v in views])
-                sends.append((message.receiver, flat))
+                sends.append((message.receiver, pack(message.form, views)))
             reception = Reception(bucket, torch.bfloat16, torch.device("cpu"))
             received_bytes += sum(tensor.nbytes for _, tensor in reception.receives)
             exchange(dist.group.WORLD, sends, reception.receives)

@@ -30,6 +30,7 @@ def quantize_blocks(
     block: tuple[int, int] = (128, 128),
     *,
     power_of_two_scales: bool = False,
+    smallest_largest: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round to the nearest number of E4M3 times the block's scale, ties to even.
 
@@ -38,6 +39,7 @@ def quantize_blocks(
         block: rows and columns that share a scale.
         power_of_two_scales: round the scales up to powers of two. They then fit E8M0 exactly, and
             multiplying by them is exact.
+        smallest_largest: a block whose largest magnitude is smaller is scaled as if it were that.
 
     Returns:
         [N, K] float8_e4m3fn, and the scales [ceil(N / rows), ceil(K / columns)] fp32. The relative
@@ -55,13 +57,15 @@ def quantize_blocks(
             "quantised."
         )
     blocks = _split(values.float(), block)
-    scales = (blocks.abs().amax((1, 3)) / E4M3_MAX).clamp(min=_SMALLEST_SCALE)
+    largest = blocks.abs().amax((1, 3)).clamp(min=smallest_largest)
+    scales = (largest / E4M3_MAX).clamp(min=_SMALLEST_SCALE)
     if power_of_two_scales:
         mantissa, exponent = torch.frexp(scales)  # scale = mantissa x 2^exponent, in [0.5, 1)
         exponent -= (mantissa == 0.5).int()
         scales = torch.ldexp(torch.ones_like(scales), exponent)
-    # The division's rounding could exceed the largest number by a float32's last bit.
-    scaled = (blocks / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    # Times the reciprocal, not divided, as vLLM and Transformer Engine do: ties are common, for
+    # bfloat16 has few bits. Rounding could exceed the largest number by a float32's last bits.
+    scaled = (blocks * (1.0 / scales[:, None, :, None])).clamp(-E4M3_MAX, E4M3_MAX)
     return _join(scaled.to(torch.float8_e4m3fn), values.shape), scales
 
 

@@ -195,8 +195,13 @@ class Problem:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Of one copy of the model, as engines hold it."""
-        return self.shape.num_params * (4 if self.config.model.dtype == "float32" else 2)
+        """Of one copy of the model on its way to an engine."""
+        shape = self.shape
+        if self.config.rollout.quantization == "none":
+            return shape.num_params * (4 if self.config.model.dtype == "float32" else 2)
+        quantized = shape.num_layers * (shape.cut_layer_params + shape.expert_layer_params)
+        scale_bytes = 4 * quantized // 128**2  # a float32 for each block
+        return 2 * (shape.num_params - quantized) + quantized + scale_bytes
 
     def describe_misfit(self, trainer: TrainerMemory, engine: EngineMemory) -> str | None:
         """What does not fit, and its parts; None where all fits."""

@@ -16,7 +16,16 @@ from typing import NamedTuple
 import torch
 
 from megatron_stapo.model.weights import HfWeights, WeightPair
-from megatron_stapo.rollout.weight_transfer import Bucket, Message, Part, Region
+from megatron_stapo.rollout.fp8_weights import BLOCK_SIZE
+from megatron_stapo.rollout.weight_transfer import (
+    Bucket,
+    Form,
+    Message,
+    Part,
+    Region,
+    count_bytes,
+    count_scratch_bytes,
+)
 
 _DIRECT_BYTES = 1 << 16
 """A piece of this size is worth a message of its own, that needs no copy at either end."""
@@ -104,7 +113,11 @@ class SendMessage(NamedTuple):
 
     receiver: int
     pieces: list[tuple[Holding, Region]]
-    is_direct: bool
+    form: Form
+
+    def count_bytes(self, element_bytes: int) -> int:
+        """What travels."""
+        return count_bytes(self.form, [region for _, region in self.pieces], element_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,22 +137,22 @@ class Plan:
 
     def count_received_bytes(self, receiver: int) -> int:
         """Bytes that a rank gets from others in an update."""
-        return self.element_bytes * sum(
-            region.num_elements
-            for bucket in self.list_buckets(receiver)
-            for message in bucket.messages
-            if message.sender != receiver
-            for _, region in message.pieces
+        return sum(
+            message.count_bytes(self.element_bytes)
+            for bucket in self.sends
+            for sender, messages in bucket.items()
+            if sender != receiver
+            for message in messages
+            if message.receiver == receiver
         )
 
     def count_sent_bytes(self, sender: int) -> int:
         """Bytes that a rank sends to others in an update."""
-        return self.element_bytes * sum(
-            region.num_elements
+        return sum(
+            message.count_bytes(self.element_bytes)
             for bucket in self.sends
             for message in bucket.get(sender, ())
             if message.receiver != sender
-            for _, region in message.pieces
         )
 
     def find_peak_bytes(self, rank: int) -> int:
@@ -148,6 +161,7 @@ class Plan:
             (
                 _count_packed_bytes(sends.get(rank, ()), rank, self.element_bytes)
                 + (receives[rank].count_bytes(self.element_bytes, rank) if rank in receives else 0)
+                + _count_scratch_bytes(sends.get(rank, ()), receives.get(rank), rank)
                 for sends, receives in zip(self.sends, self.receives, strict=True)
             ),
             default=0,
@@ -156,11 +170,21 @@ class Plan:
 
 def _count_packed_bytes(messages: Iterable[SendMessage], sender: int, element_bytes: int) -> int:
     """What a sender packs; direct messages are sent from where the weights lie."""
-    return element_bytes * sum(
-        region.num_elements
+    return sum(
+        message.count_bytes(element_bytes)
         for message in messages
-        if not message.is_direct and message.receiver != sender
-        for _, region in message.pieces
+        if message.form != "direct" and message.receiver != sender
+    )
+
+
+def _count_scratch_bytes(sends: Iterable[SendMessage], bucket: Bucket | None, rank: int) -> int:
+    """What packing or unpacking one message takes, at the most."""
+    messages = [(m.form, m.pieces) for m in sends if m.receiver != rank]
+    if bucket is not None:
+        messages += [(m.form, m.pieces) for m in bucket.messages if m.sender != rank]
+    return max(
+        (count_scratch_bytes(form, [region for _, region in pieces]) for form, pieces in messages),
+        default=0,
     )
 
 
@@ -283,20 +307,37 @@ def _form_messages(
     receives: dict[int, Bucket] = {}
     for receiver, parts in found.items():
         bucket = Bucket(parts=[part for part, _ in parts], messages=[])
-        packed: dict[int, list[tuple[Holding, Region]]] = defaultdict(list)
+        messages: list[tuple[int, Form, list[tuple[Holding, Region]]]] = []
+        together: dict[tuple[int, Form], list[tuple[Holding, Region]]] = defaultdict(list)
         for part, pieces in parts:
             for sender, holding, region in pieces:
-                has_all_columns = (
-                    part.region.num_columns == holding.region.num_columns == region.num_columns
-                )
-                if has_all_columns and region.num_elements * element_bytes >= _DIRECT_BYTES:
-                    sends[sender].append(SendMessage(receiver, [(holding, region)], True))
-                    bucket.messages.append(Message(sender, [(part.name, region)], True))
+                form = _choose_form(part, holding, region, element_bytes)
+                if form == "direct":
+                    messages.append((sender, form, [(holding, region)]))
                 else:
-                    packed[sender].append((holding, region))
-        for sender, holdings in packed.items():
-            sends[sender].append(SendMessage(receiver, holdings, False))
-            pieces_of = [(holding.name, region) for holding, region in holdings]
-            bucket.messages.append(Message(sender, pieces_of, False))
+                    together[sender, form].append((holding, region))
+        messages += [(sender, form, held) for (sender, form), held in together.items()]
+        for sender, form, held in messages:
+            sends[sender].append(SendMessage(receiver, held, form))
+            named = [(holding.name, region) for holding, region in held]
+            bucket.messages.append(Message(sender, named, form))
         receives[receiver] = bucket
     return sends, receives
+
+
+def _choose_form(part: Part, holding: Holding, region: Region, element_bytes: int) -> Form:
+    """How a piece travels."""
+    whole = part.region
+    if part.is_fp8 and all(
+        (place - first) % BLOCK_SIZE == 0 or place == end
+        for first, end, places in (
+            (whole.first_row, whole.end_row, (region.first_row, region.end_row)),
+            (whole.first_column, whole.end_column, (region.first_column, region.end_column)),
+        )
+        for place in places
+    ):
+        return "fp8"
+    has_all_columns = whole.num_columns == holding.region.num_columns == region.num_columns
+    if has_all_columns and region.num_elements * element_bytes >= _DIRECT_BYTES:
+        return "direct"
+    return "packed"

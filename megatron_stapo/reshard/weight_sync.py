@@ -28,7 +28,8 @@ from megatron_stapo.rollout.weight_transfer import (
     TransferGroup,
     exchange,
     format_buckets,
-    hash_tensor,
+    hash_part,
+    pack,
 )
 
 
@@ -142,8 +143,7 @@ class WeightSync:
             if message.receiver == self.rank:
                 continue
             views = [self._view(holding, region) for holding, region in message.pieces]
-            flat = views[0] if message.is_direct else torch.cat([v.reshape(-1) for v in views])
-            packed.append((message.receiver, flat))
+            packed.append((message.receiver, pack(message.form, views)))
         return packed
 
     def _view(self, holding: Holding, region: Region) -> torch.Tensor:
@@ -198,7 +198,8 @@ class WeightSync:
         for name, tensor in self._weights.stream():
             for rank, part in takers[name]:
                 matrix = tensor if tensor.dim() > 1 else tensor[:, None]
-                hashes[rank][name] = hash_tensor(Region.whole(part.shape).cut(matrix, part.region))
+                cut = Region.whole(part.shape).cut(matrix, part.region)
+                hashes[rank][name] = hash_part(part, cut)
         return hashes
 
 
@@ -226,7 +227,7 @@ class _Update:
         for bucket in self._exchange_locally():
             for part, tensor in bucket:
                 if self.is_probe:
-                    self.hashes[self._sync.rank][part.name] = hash_tensor(tensor)
+                    self.hashes[self._sync.rank][part.name] = hash_part(part, tensor)
                 yield part, tensor
 
     def follow(self) -> None:

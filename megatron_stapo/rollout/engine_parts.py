@@ -10,6 +10,7 @@ Source: vllm 0.32.0, model_executor/layers/{linear,vocab_parallel_embedding}.py,
 from typing import Any
 
 from megatron_stapo.config import RolloutConfig
+from megatron_stapo.rollout.fp8_weights import BLOCK_SIZE
 from megatron_stapo.rollout.weight_transfer import Part, Region
 
 _VOCAB_MULTIPLE = 64
@@ -17,13 +18,20 @@ _VOCAB_MULTIPLE = 64
 
 
 def list_parts(
-    model_json: dict[str, Any], tp_rank: int, tp_size: int, pp_rank: int, pp_size: int
+    model_json: dict[str, Any],
+    tp_rank: int,
+    tp_size: int,
+    pp_rank: int,
+    pp_size: int,
+    *,
+    is_fp8: bool = False,
 ) -> list[list[Part]]:
     """List what a rank takes, in the order of the network.
 
     Args:
         model_json: config.json of a Qwen3 model. Its heads, MLPs and experts can be cut: see
             `check_engine_layout`.
+        is_fp8: the engine quantises its layers.
 
     Returns:
         A list for every module, that is for every set of tensors that vLLM loads as one.
@@ -95,14 +103,35 @@ def list_parts(
         modules.append([whole("model.norm", hidden)])
         if not is_tied:
             modules.append([vocabulary("lm_head")])
-    return modules
+    return [_mark_fp8(module) for module in modules] if is_fp8 else modules
+
+
+def _mark_fp8(module: list[Part]) -> list[Part]:
+    """Mark the parts whose blocks begin where they do.
+
+    vLLM cuts blocks after it has fused q, k and v, or gate and up, so each of these has to end with
+    a block; of a mixture's experts it fuses the same.
+    """
+    alone = (".o_proj.weight", ".down_proj.weight")
+    fit = all(p.region.num_rows % BLOCK_SIZE == 0 for p in module if not p.name.endswith(alone))
+    return [
+        part._replace(is_fp8="_proj" in part.name and (fit or part.name.endswith(alone)))
+        for part in module
+    ]
 
 
 def list_engine_parts(model_json: dict[str, Any], config: RolloutConfig) -> list[list[list[Part]]]:
     """`list_parts` of every rank of an engine, in their order: that of a stage come together."""
     tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
     return [
-        list_parts(model_json, tp_rank, tp_size, pp_rank, pp_size)
+        list_parts(
+            model_json,
+            tp_rank,
+            tp_size,
+            pp_rank,
+            pp_size,
+            is_fp8=config.quantization == "fp8",
+        )
         for pp_rank in range(pp_size)
         for tp_rank in range(tp_size)
     ]

@@ -13,6 +13,9 @@ from megatron_stapo.config import Config
 WEIGHT_TRANSFER_BACKEND = "stapo"
 """Name under which `vllm_worker` registers itself with vLLM."""
 
+FP8_QUANTIZATION = "fp8_per_block"
+"""vLLM's name of what rollout.quantization=fp8 is."""
+
 
 def build_engine_options(config: Config) -> dict[str, Any]:
     """What a vLLM engine is made with in any placement, by the names of vLLM's `EngineArgs`."""
@@ -29,7 +32,7 @@ def build_engine_options(config: Config) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if rollout.quantization == "fp8":
-        options["quantization"] = "fp8_per_block"
+        options["quantization"] = FP8_QUANTIZATION
         # A mixture of experts' router is one more linear layer to vLLM.
         options["quantization_config"] = {"ignore": ["*.mlp.gate"]}
     if rollout.kv_cache_bytes is not None:

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 from megatron_stapo.config import load_model_json
 from megatron_stapo.rollout.engine_parts import list_parts
 from megatron_stapo.rollout.shard_tensor import ShardTensor
-from megatron_stapo.rollout.vllm_server import WEIGHT_TRANSFER_BACKEND
+from megatron_stapo.rollout.vllm_server import FP8_QUANTIZATION, WEIGHT_TRANSFER_BACKEND
 from megatron_stapo.rollout.weight_transfer import (
     Bucket,
     ConnectInfo,
@@ -36,7 +36,7 @@ from megatron_stapo.rollout.weight_transfer import (
     Reception,
     TransferGroup,
     exchange,
-    hash_tensor,
+    hash_part,
     name_hashes,
     name_schedule,
     parse_buckets,
@@ -74,6 +74,7 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             self._buckets,
             self.model_config.model,
             [tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size],
+            is_fp8=self.model_config.quantization == FP8_QUANTIZATION,
         )
 
     def start_weight_update(self) -> None:
@@ -103,7 +104,7 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             exchange(self._group, [], reception.receives)
             parts = reception.unpack()
             if update_info.is_probe:
-                hashes |= {part.name: hash_tensor(tensor) for part, tensor in parts}
+                hashes |= {part.name: hash_part(part, tensor) for part, tensor in parts}
             try:
                 self._reload.load(parts)
             except Exception as error:
@@ -172,19 +173,21 @@ class WeightReload:
                 yield part.name, ShardTensor(part, tensor, self._taken)
 
 
-def check_schedule(buckets: Iterable[Bucket], path: str, place: list[int]) -> None:
+def check_schedule(buckets: Iterable[Bucket], path: str, place: list[int], *, is_fp8: bool) -> None:
     """Hold what a rank will receive against what its model has.
 
     Args:
         buckets: of all that the rank will receive.
         path: folder that the engine started from.
         place: tensor-parallel rank and size, pipeline rank and size.
+        is_fp8: whether the engine quantises its weights.
 
     Raises:
         RuntimeError: names, shapes or parts are not those of the model.
     """
     sent = {part.name: part for bucket in buckets for part in bucket.parts}
-    expected = {p.name: p for module in list_parts(load_model_json(path), *place) for p in module}
+    modules = list_parts(load_model_json(path), *place, is_fp8=is_fp8)
+    expected = {part.name: part for module in modules for part in module}
     if wrong := sorted(n for n in sent | expected if sent.get(n) != expected.get(n)):
         raise RuntimeError(
             f"weight {wrong[0]}: the trainer sends {sent.get(wrong[0])}, and this engine's rank "

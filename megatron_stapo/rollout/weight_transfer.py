@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
+
+from megatron_stapo.rollout import fp8_weights
 
 TIMEOUT_S = 60.0
 """Longest wait of one end for the other in a message, or while they connect."""
@@ -22,6 +24,11 @@ _POLL_S = 0.001
 _HASH_CHUNK = 1 << 22
 
 type TransferGroup = dist.ProcessGroup
+
+type Form = Literal["direct", "packed", "fp8"]
+"""How a message travels. direct: its only piece, which has all columns of its part, is received
+where it belongs. packed: its pieces lie one after the other. fp8: as `fp8_weights.encode` writes
+them."""
 
 type Hashes = list[dict[str, int]]
 """`hash_tensor` of what every rank of an engine takes, by Hugging Face name."""
@@ -84,6 +91,8 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Of the whole tensor."""
     region: Region
+    is_fp8: bool = False
+    """Whether the engine quantises it, in blocks of which one begins at its first element."""
 
     @property
     def is_whole(self) -> bool:
@@ -97,8 +106,7 @@ class Message(NamedTuple):
     sender: int
     pieces: list[tuple[str, Region]]
     """Name of the tensor and its region."""
-    is_direct: bool
-    """Whether the only piece is received where it belongs: it has all columns of its part."""
+    form: Form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +119,25 @@ class Bucket:
     def count_bytes(self, element_bytes: int, receiver: int) -> int:
         """What the receiver holds of it before it is loaded: its parts, and pieces of others on
         their way into parts."""
-        num_elements = sum(part.region.num_elements for part in self.parts)
-        for message in self.messages:
-            if not message.is_direct and message.sender != receiver:
-                num_elements += sum(region.num_elements for _, region in message.pieces)
-        return num_elements * element_bytes
+        return element_bytes * sum(part.region.num_elements for part in self.parts) + sum(
+            count_bytes(message.form, [region for _, region in message.pieces], element_bytes)
+            for message in self.messages
+            if message.form != "direct" and message.sender != receiver
+        )
+
+
+def count_bytes(form: Form, regions: Sequence[Region], element_bytes: int) -> int:
+    """Bytes of a message."""
+    if form == "fp8":
+        return fp8_weights.count_bytes([(r.num_rows, r.num_columns) for r in regions])
+    return element_bytes * sum(region.num_elements for region in regions)
+
+
+def count_scratch_bytes(form: Form, regions: Sequence[Region]) -> int:
+    """Memory that packing or unpacking a message takes beside it."""
+    if form != "fp8":
+        return 0
+    return max(fp8_weights.count_scratch_bytes(region.num_columns) for region in regions)
 
 
 def format_buckets(buckets: Sequence[Bucket]) -> str:
@@ -127,10 +149,13 @@ def parse_buckets(text: str) -> list[Bucket]:
     """Undo `format_buckets`."""
     return [
         Bucket(
-            parts=[Part(name, tuple(shape), Region(*region)) for name, shape, region in parts],
+            parts=[
+                Part(name, tuple(shape), Region(*region), is_fp8)
+                for name, shape, region, is_fp8 in parts
+            ],
             messages=[
-                Message(sender, [(name, Region(*region)) for name, region in pieces], is_direct)
-                for sender, pieces, is_direct in messages
+                Message(sender, [(name, Region(*region)) for name, region in pieces], form)
+                for sender, pieces, form in messages
             ],
         )
         for parts, messages in json.loads(text)
@@ -248,6 +273,19 @@ def exchange(
     work.wait()
 
 
+def pack(form: Form, views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The contiguous tensor that a message travels as.
+
+    Args:
+        views: of its pieces, each [rows, columns].
+    """
+    if form == "direct":
+        return views[0]
+    if form == "fp8":
+        return fp8_weights.encode(views)
+    return torch.cat([view.reshape(-1) for view in views])
+
+
 class Reception:
     """The memory that one bucket is received into."""
 
@@ -269,7 +307,7 @@ class Reception:
         for part in bucket.parts:
             shape = (part.region.num_rows, part.region.num_columns)
             self._parts[part.name] = (part, torch.empty(shape, dtype=dtype, device=device))
-        self._flats: list[tuple[list[tuple[str, Region]], torch.Tensor]] = []
+        self._flats: list[tuple[Message, torch.Tensor]] = []
         self.receives: list[tuple[int, torch.Tensor]] = []
         """Sender and contiguous tensor of every message, for `exchange`."""
         for message in bucket.messages:
@@ -277,12 +315,14 @@ class Reception:
                 assert read is not None
                 for name, region in message.pieces:
                     self._find(name, region).copy_(read(name, region))
-            elif message.is_direct:
+            elif message.form == "direct":
                 self.receives.append((message.sender, self._find(*message.pieces[0])))
             else:
-                num_elements = sum(region.num_elements for _, region in message.pieces)
-                flat = torch.empty(num_elements, dtype=dtype, device=device)
-                self._flats.append((message.pieces, flat))
+                regions = [region for _, region in message.pieces]
+                num_bytes = count_bytes(message.form, regions, dtype.itemsize)
+                flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                flat = flat if message.form == "fp8" else flat.view(dtype)
+                self._flats.append((message, flat))
                 self.receives.append((message.sender, flat))
 
     def _find(self, name: str, region: Region) -> torch.Tensor:
@@ -296,16 +336,25 @@ class Reception:
             Every part with its elements, in the order of the bucket; vectors as such.
         """
         while self._flats:
-            pieces, flat = self._flats.pop()
+            message, flat = self._flats.pop()
             self.receives.clear()
-            for (name, region), piece in zip(
-                pieces, flat.split([region.num_elements for _, region in pieces]), strict=True
+            places = [self._find(name, region) for name, region in message.pieces]
+            if message.form == "fp8":
+                fp8_weights.decode(flat, places)
+                continue
+            for place, piece in zip(
+                places, flat.split([place.numel() for place in places]), strict=True
             ):
-                self._find(name, region).copy_(piece.view(region.num_rows, region.num_columns))
+                place.copy_(piece.view(place.shape))
         return [
             (part, tensor if len(part.shape) > 1 else tensor[:, 0])
             for part, tensor in self._parts.values()
         ]
+
+
+def hash_part(part: Part, tensor: torch.Tensor) -> int:
+    """`hash_tensor` of what the engine keeps of a part, however it has travelled."""
+    return hash_tensor(fp8_weights.round_trip(tensor) if part.is_fp8 else tensor)
 
 
 def hash_tensor(tensor: torch.Tensor) -> int:

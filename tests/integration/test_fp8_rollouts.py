@@ -5,6 +5,9 @@ On a CPU vLLM quantises weights alone and multiplies in bfloat16; a GPU's activa
 too.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -102,9 +105,31 @@ def measure_mean_gap(groups, model_path, weights):
     return torch.cat(gaps).mean().item()
 
 
+COMPARE = """
+import torch
+from vllm.utils.deep_gemm import per_block_cast_to_fp8
+from megatron_stapo.rollout.fp8_weights import decode, encode
+generator = torch.Generator().manual_seed(0)
+for scale in (1e-5, 1e-4, 0.02, 10.0):
+    weight = (torch.randn(700, 900, generator=generator) * scale).bfloat16()
+    received = torch.empty_like(weight)
+    decode(encode([weight]), [received])
+    assert not torch.equal(received, weight)
+    for found, expected in zip(per_block_cast_to_fp8(received), per_block_cast_to_fp8(weight)):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+print("equal")
+"""
+
+
+def test_vllm_quantises_what_arrives_as_it_would_have_what_was_sent():
+    done = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True)
+    assert done.stdout.endswith("equal\n"), done.stderr
+
+
 @pytest.mark.parametrize("policy_version", [0, 1, 2])
 def test_the_engine_samples_from_the_quantised_weights(engine, model_path, policy_version):
     engine, trainer = engine
+    assert any(part.is_fp8 for module in trainer.parts[0] for part in module)
     weights = load_file(model_path / "model.safetensors")
     if policy_version:
         weights = perturb(weights, policy_version)

@@ -38,6 +38,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         time.sleep(0.05)
 
 
+def take_signals() -> None:
+    """Undo what a test under nohup or in the background of a script inherits."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 @dataclass
 class Run:
     run_dir: Path
@@ -92,6 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
             text=True,
             env=ENVIRONMENT,
             start_new_session=True,
+            preexec_fn=take_signals,
         )
         runs[name] = Run(run_dir, launcher)
     yield runs

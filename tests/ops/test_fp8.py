@@ -45,8 +45,9 @@ def emulate(values, block, power_of_two_scales):
         if power_of_two_scales:
             scale = 2.0 ** np.ceil(np.log2(scale))
         scales[i, j] = scale
-        # The scale is stored in float32, and the quotient is one.
-        quotient = (values[at] / np.float32(scale)).astype(np.float32).astype(np.float64)
+        # The scale is stored in float32; its reciprocal and the product are float32s, too.
+        reciprocal = np.float32(1) / np.float32(scale)
+        quotient = (values[at] * np.float64(reciprocal)).astype(np.float32).astype(np.float64)
         numbers[at] = np.vectorize(round_to_e4m3)(quotient)
     return numbers, scales
 

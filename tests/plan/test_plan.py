@@ -61,6 +61,9 @@ def test_the_plan_says_what_a_resync_moves_and_how_long_the_run_takes():
     # 14.768 B parameters of 2 bytes; six engines of four GPUs.
     text = format_plan(plan)
     assert "resync: 29.5 GB per engine, 177.2 GB in all, 7.38 GB per engine GPU" in text
+    # Of them 13.212 B in linear layers, a byte each and 4 for each 128 x 128.
+    text = format_plan(build_plan(change("rollout.quantization=fp8")))
+    assert "resync: 16.3 GB per engine, 98.0 GB in all, 4.08 GB per engine GPU" in text
     # Before the first step, after every 100th, and after the last.
     seconds = 750 * plan.estimate.total + 9 * plan.evaluation
     assert plan.run_days == seconds / 86400

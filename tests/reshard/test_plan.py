@@ -1,6 +1,7 @@
 """Every engine rank gets exactly its part of every weight, for any pair of layouts."""
 
 import itertools
+from collections import defaultdict
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ import torch
 from megatron_stapo.model.weights import build_weight_table, shard
 from megatron_stapo.reshard.plan import build_plan, list_holdings
 from megatron_stapo.rollout.engine_parts import list_parts
+from megatron_stapo.rollout.fp8_weights import round_trip
 from megatron_stapo.rollout.weight_transfer import (
     Part,
     Reception,
     Region,
     format_buckets,
+    hash_part,
+    pack,
     parse_buckets,
 )
 
@@ -88,21 +92,23 @@ def execute(plan, parameters, receivers):
                     holding.view(parameters[sender][holding.parameter], region)
                     for holding, region in message.pieces
                 ]
-                assert not message.is_direct or views[0].is_contiguous()
-                flat = torch.cat([view.reshape(-1) for view in views])
+                assert message.form != "direct" or views[0].is_contiguous()
+                flat = pack(message.form, views)
                 mail.setdefault((sender, message.receiver), []).append(flat)
         for receiver in receivers:
-            reception = Reception(buckets[receiver][number], torch.float32, torch.device("cpu"))
+            dtype = next(iter(parameters[0].values())).dtype
+            reception = Reception(buckets[receiver][number], dtype, torch.device("cpu"))
             for sender, tensor in reception.receives:
                 assert tensor.is_contiguous()
-                tensor.view(-1).copy_(mail[sender, receiver].pop(0))
+                tensor.view(-1).copy_(mail[sender, receiver].pop(0).view(-1))
             received[receiver] |= {p.name: (p, tensor) for p, tensor in reception.unpack()}
         assert not any(mail.values())
     return received
 
 
-def parts_of(model_json, tp, pp):
-    return [list_parts(model_json, t, tp, p, pp) for p in range(pp) for t in range(tp)]
+def parts_of(model_json, tp, pp, is_fp8=False):
+    ranks = [(tp_rank, tp, pp_rank, pp) for pp_rank in range(pp) for tp_rank in range(tp)]
+    return [list_parts(model_json, *rank, is_fp8=is_fp8) for rank in ranks]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -138,6 +144,98 @@ def test_each_rank_gets_exactly_its_part(model, trainer, engine, monkeypatch):
     sent = [plan.count_sent_bytes(rank) for rank in range(len(holdings))]
     assert sum(sent) == sum(plan.count_received_bytes(r) for r in receivers)
     assert all(plan.find_peak_bytes(r) <= 2 * bucket_bytes for r in range(len(holdings)))
+
+
+BLOCKS = DENSE | {
+    "hidden_size": 256,
+    "head_dim": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+}
+"""Of gate and up a rank of TP 8 has 64 rows, half a block."""
+
+
+@pytest.mark.parametrize(
+    "model_json",
+    [BLOCKS, BLOCKS | {"num_experts": 4, "moe_intermediate_size": 256}],
+    ids=["dense", "moe"],
+)
+@pytest.mark.parametrize("trainer", [(1, 1, 1), (2, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize("engine", [(1, 1), (2, 1), (8, 1), (2, 2)])
+def test_an_fp8_engine_gets_blocks_or_else_every_bit(model_json, trainer, engine):
+    tensors = {name: w.bfloat16() for name, w in draw_tensors(model_json).items()}
+    holdings, parameters = build_trainer(model_json, tensors, *trainer)
+    parts = parts_of(model_json, *engine, is_fp8=True)
+    receivers = range(len(holdings), len(holdings) + len(parts))
+    plan = build_plan(holdings, parts, receivers, element_bytes=2, bucket_bytes=1 << 20)
+
+    received = execute(plan, parameters, receivers)
+
+    forms = set()  # no part of the others is large enough to travel alone
+    for receiver, modules in zip(receivers, parts, strict=True):
+        in_fp8 = defaultdict(list)
+        for bucket in plan.list_buckets(receiver):
+            for message in bucket.messages:
+                forms.add(message.form)
+                for name, region in message.pieces:
+                    if message.form == "fp8":
+                        in_fp8[name].append(region)
+        least = 0
+        for part in (part for module in modules for part in module):
+            found, tensor = received[receiver][part.name]
+            matrix = tensors[part.name]
+            matrix = matrix if matrix.dim() > 1 else matrix[:, None]
+            expected = Region.whole(part.shape).cut(matrix, part.region).clone()
+            assert hash_part(found, tensor) == hash_part(part, expected)
+            assert part.is_fp8 or not in_fp8[part.name]
+            for region in in_fp8[part.name]:
+                place = part.region.cut(expected, region)
+                place.copy_(round_trip(place))
+                least -= region.num_elements - 4 * (-(-region.num_rows // 128)) * (
+                    -(-region.num_columns // 128)
+                )
+            least += 2 * part.region.num_elements
+            assert torch.equal(tensor.reshape(expected.shape), expected), part.name
+            num_sent = sum(region.num_elements for region in in_fp8[part.name])
+            assert num_sent == (part.region.num_elements if part.is_fp8 else 0)
+        assert plan.count_received_bytes(receiver) == least
+    assert forms == {"packed", "fp8"}
+
+
+def test_blocks_begin_where_vllm_cuts_them():
+    """q, k and v are one matrix there, and gate and up."""
+
+    def find_fp8(tp, **sizes):
+        modules = parts_of(BLOCKS | sizes, tp, 1, is_fp8=True)[0]
+        names = {p.name.split(".")[-2] for module in modules for p in module if p.is_fp8}
+        return sorted(names)
+
+    everything = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert find_fp8(1) == find_fp8(4) == everything
+    assert find_fp8(8) == ["down_proj", "k_proj", "o_proj", "q_proj", "v_proj"]
+    assert find_fp8(4, head_dim=64) == ["down_proj", "gate_proj", "o_proj", "up_proj"]
+    assert find_fp8(1, intermediate_size=500) == [
+        n for n in everything if n[:2] not in ("ga", "up")
+    ]
+    assert parts_of(BLOCKS, 1, 1)[0] == parts_of(BLOCKS, 1, 1, is_fp8=False)[0]
+
+
+def test_pieces_that_cut_a_block_keep_every_bit():
+    model_json = BLOCKS | {"num_key_value_heads": 8}
+    tensors = {name: w.bfloat16() for name, w in draw_tensors(model_json).items()}
+    holdings, parameters = build_trainer(model_json, tensors, 8, 1, 1)
+    plan = build_plan(
+        holdings,
+        parts_of(model_json, 1, 1, is_fp8=True),
+        [8],
+        element_bytes=2,
+        bucket_bytes=1 << 20,
+    )
+    received = execute(plan, parameters, [8])[8]
+    for name in ("mlp.gate_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{name}.weight"
+        assert received[name][0].is_fp8
+        assert torch.equal(received[name][1], tensors[name])
 
 
 @pytest.mark.parametrize("ep", [2, 4, 8])

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.layouts import Layout
+from tests.tiny_model import build_tiny_model
 from tests.workers import reshard_to_engines
 
 BUCKET_BYTES = 100_000
@@ -25,6 +26,54 @@ PAIRS = [
 
 def test_there_are_pairs_enough():
     assert sum(len(engines) for _, engines in PAIRS) >= 20
+
+
+FP8_PAIRS = [
+    (Layout(model="untied", tp=2, sp=True, dp=2), [(1, 1), (2, 1), (4, 1)]),
+    (Layout(pp=2, dp=2), [(1, 1), (2, 2)]),
+    (Layout(model="experts", tp=2, sp=True, dp=2, ep=2), [(1, 1), (2, 1), (4, 1)]),
+]
+
+
+@pytest.fixture(scope="module")
+def block_models(tmp_path_factory):
+    """Models that FP8's blocks of 128 x 128 fit, but for gate and up of TP 4."""
+    sizes = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    experts = sizes | {"moe_intermediate_size": 128}
+    return {
+        "tied": build_tiny_model(tmp_path_factory.mktemp("tied"), True, sizes=sizes),
+        "untied": build_tiny_model(tmp_path_factory.mktemp("untied"), False, sizes=sizes),
+        "experts": build_tiny_model(tmp_path_factory.mktemp("experts"), False, 4, experts),
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "engines"), FP8_PAIRS, ids=str)
+def test_engines_in_fp8_get_what_they_keep_in_half_the_bytes(
+    rank_pool, block_models, layout, engines
+):
+    config = layout.build_config(
+        block_models[layout.model], model__dtype="bfloat16", rollout__quantization="fp8"
+    )
+    bucket_bytes = 4 << 20
+
+    results = rank_pool.run(
+        reshard_to_engines, config.parallel.world_size, config, engines, bucket_bytes
+    )
+
+    for number, engine in enumerate(engines):
+        for rank, of_rank in enumerate(results):
+            found = of_rank[number]
+            where = f"{layout} to engine {engine}, rank {rank}: {found}"
+            assert found["wrong"] == [], where
+            assert found["num_parts"] == found["num_expected"], where
+            assert found["received_bytes"] == found["planned_bytes"], where
+            if found["least_bytes"] and engine[0] < 4:
+                # Of the rest the embedding is most.
+                assert found["received_bytes"] < 0.75 * found["least_bytes"], where
+            assert found["received_bytes"] <= found["least_bytes"], where
+            assert found["peak_bytes"] <= found["planned_peak_bytes"], where
+        assert sum(of_rank[number]["num_parts"] for of_rank in results) > 0
 
 
 @pytest.mark.distributed

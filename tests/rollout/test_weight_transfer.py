@@ -25,9 +25,9 @@ VECTOR = Part("v", (5,), Region(0, 5, 0, 1))
 BUCKET = Bucket(
     parts=[PART, VECTOR],
     messages=[
-        Message(0, [("w", Region(2, 4, 1, 5))], True),
-        Message(1, [("v", Region(0, 5, 0, 1)), ("w", Region(4, 6, 1, 3))], False),
-        Message(1, [("w", Region(4, 6, 3, 5))], False),
+        Message(0, [("w", Region(2, 4, 1, 5))], "direct"),
+        Message(1, [("v", Region(0, 5, 0, 1)), ("w", Region(4, 6, 1, 3))], "packed"),
+        Message(1, [("w", Region(4, 6, 3, 5))], "packed"),
     ],
 )
 FLATS = [
