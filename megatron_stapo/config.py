@@ -294,7 +294,7 @@ class RolloutConfig:
     pipeline_parallel_size: int = 1
     """Stages of an engine."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: the engine quantises its layers' weights, 128 x 128 blocks, whenever it receives them.
+    """fp8: the layers' weights are quantised in blocks of 128 x 128 on their way to the engine.
     Embedding, norms, router and head stay in model.dtype."""
     max_num_seqs: int = 256
     """Sequences that the engine decodes at a time."""

@@ -3,8 +3,9 @@
     .venv/bin/python tools/bench_reshard.py [--layers 4] [--hidden 1024] [--repeats 3]
 
 Four processes over gloo: two trainer ranks (TP 2) send a random Qwen3 in bfloat16 to the two ranks
-of an engine (TP 2). The rival does what a loader of full tensors needs: rank 0 gathers each tensor
-and broadcasts it, in buckets of the same size. Both end with every part at its receiver.
+of an engine (TP 2), as they are and for an engine in FP8. The rival does what a loader of full
+tensors needs: rank 0 gathers each tensor and broadcasts it, in buckets of the same size. All end
+with every part at its receiver.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import socket
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,14 @@ import torch.multiprocessing as mp
 from megatron_stapo.model.weights import build_weight_table, merge, shard
 from megatron_stapo.reshard.plan import build_plan, list_holdings
 from megatron_stapo.rollout.engine_parts import list_parts
-from megatron_stapo.rollout.weight_transfer import Reception, Region, exchange, pack
+from megatron_stapo.rollout.weight_transfer import (
+    Part,
+    Reception,
+    Region,
+    exchange,
+    hash_part,
+    pack,
+)
 
 TRAINER, ENGINE = (0, 1), (2, 3)
 BUCKET_BYTES = 64 << 20
@@ -45,7 +54,15 @@ def _run(rank: int, port: int, num_layers: int, hidden: int, repeats: int) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=4)
     bench = _Bench(rank, num_layers, hidden)
-    for name, move in (("gather and broadcast", bench.broadcast), ("shard to shard", bench.shard)):
+    ways = (
+        ("gather and broadcast", bench.broadcast),
+        ("shard to shard", partial(bench.shard, is_fp8=False)),
+        ("shard to shard, FP8", partial(bench.shard, is_fp8=True)),
+    )
+    for name, move in ways:
+        bench.is_checking = True
+        move()
+        bench.is_checking = False
         seconds = []
         for _ in range(repeats):
             dist.barrier()
@@ -80,6 +97,8 @@ class _Bench:
             "tie_word_embeddings": True,
         }
         self._rank = rank
+        self.is_checking = False
+        """Whether to compare what arrives with what was sent, which is not to be timed."""
         self._table = build_weight_table(self._json)
         generator = torch.Generator().manual_seed(0)
         self._full = {
@@ -92,29 +111,32 @@ class _Bench:
             for pair in self._table:
                 tensors = [self._full[name] for name in pair.hf_names]
                 self._mine[pair.name] = shard(tensors, pair.layout, rank, 2, 8).contiguous()
-        self._parts = [list_parts(self._json, tp_rank, 2, 0, 1) for tp_rank in range(2)]
         holdings = [
             [h for pair in self._table for h in list_holdings(pair.name, pair, tp_rank, 2, 8)]
             for tp_rank in range(2)
         ]
-        self._plan = build_plan(
-            holdings, self._parts, ENGINE, element_bytes=2, bucket_bytes=BUCKET_BYTES
-        )
+        self._parts, self._plans = {}, {}
+        for is_fp8 in (False, True):
+            parts = [list_parts(self._json, rank, 2, 0, 1, is_fp8=is_fp8) for rank in range(2)]
+            self._parts[is_fp8] = parts
+            self._plans[is_fp8] = build_plan(
+                holdings, parts, ENGINE, element_bytes=2, bucket_bytes=BUCKET_BYTES
+            )
         self._trainer_group = dist.new_group(list(TRAINER))
 
-    def shard(self) -> int:
+    def shard(self, is_fp8: bool) -> int:
         """Execute the plan; returns the bytes that this rank received."""
-        received_bytes = 0
-        for number, bucket in enumerate(self._plan.list_buckets(self._rank)):
+        received_bytes, plan = 0, self._plans[is_fp8]
+        for number, bucket in enumerate(plan.list_buckets(self._rank)):
             sends = []
-            for message in self._plan.sends[number].get(self._rank, ()):
+            for message in plan.sends[number].get(self._rank, ()):
                 views = [h.view(self._mine[h.parameter], region) for h, region in message.pieces]
                 sends.append((message.receiver, pack(message.form, views)))
             reception = Reception(bucket, torch.bfloat16, torch.device("cpu"))
             received_bytes += sum(tensor.nbytes for _, tensor in reception.receives)
             exchange(dist.group.WORLD, sends, reception.receives)
             for part, tensor in reception.unpack():
-                self._check(part.name, part.region, tensor)
+                self._check(part, tensor)
         return received_bytes
 
     def broadcast(self) -> int:
@@ -149,18 +171,21 @@ class _Bench:
         dist.recv(flat, 0)
         pieces = flat.split([tensor.numel() for _, tensor in held])
         full = {n: p.view(t.shape) for (n, t), p in zip(held, pieces, strict=True)}
-        for part in (p for module in self._parts[self._rank - 2] for p in module):
+        for part in (p for module in self._parts[False][self._rank - 2] for p in module):
             if part.name in full:
                 matrix = full[part.name]
                 matrix = matrix if matrix.dim() > 1 else matrix[:, None]
                 cut = Region.whole(part.shape).cut(matrix, part.region)
-                self._check(part.name, part.region, cut.contiguous())
+                self._check(part, cut.contiguous())
         return flat.nbytes
 
-    def _check(self, name: str, region: Region, tensor: torch.Tensor) -> None:
-        full = self._full[name] if self._full[name].dim() > 1 else self._full[name][:, None]
-        expected = Region.whole(full.shape).cut(full, region)
-        assert torch.equal(tensor.reshape(expected.shape), expected), name
+    def _check(self, part: Part, tensor: torch.Tensor) -> None:
+        if not self.is_checking:
+            return
+        full = self._full[part.name]
+        full = full if full.dim() > 1 else full[:, None]
+        expected = Region.whole(full.shape).cut(full, part.region)
+        assert hash_part(part, tensor) == hash_part(part, expected), part.name
 
 
 if __name__ == "__main__":
