@@ -218,7 +218,11 @@ def _run_experiment(
                 time.sleep(_POLL_S)
 
         progress.print_new()
-        cause = signal.Signals(received[0]).name if received else lost_engine and f"{lost_engine} has ended"
+        cause = (
+            signal.Signals(received[0]).name
+            if received
+            else lost_engine and f"{lost_engine} has ended"
+        )
         # Before a step has ended there is nothing to save.
         must_save = cause and stop_timeout_s and progress.num_steps_shown
         if experiment.poll() is None and must_save:

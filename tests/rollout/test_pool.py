@@ -302,7 +302,7 @@ def test_a_request_that_engines_die_of_ends_the_run(build_pool):
 
 
 def test_who_may_abandon_the_call_is_told_whether_it_can_end(build_pool):
-    pool, servers, events = build_pool(1)
+    pool, servers, _ = build_pool(1)
     servers.running[0].gate.clear()
     told = []
     pool._on_wait = told.append
