@@ -709,9 +709,10 @@ class CheckpointConfig:
     keep_best: int = 1
     """Checkpoints of the highest evaluated accuracy that are kept beside them."""
     stop_timeout_s: float = 60.0
-    """After SIGTERM or Ctrl-C: longest wait for the step to end and its checkpoint to be written.
-    Sampling is abandoned at once, with rollout.max_lag_steps after half of it: what is sampled
-    ahead cannot be sampled again. Give less than the cluster leaves between warning and kill."""
+    """After SIGTERM, Ctrl-C or an engine's last death: longest wait for the step to end and its
+    checkpoint to be written. Sampling is abandoned at once, with rollout.max_lag_steps after half
+    of it: what is sampled ahead cannot be sampled again. Give less than the cluster leaves between
+    warning and kill."""
     dump_interval_steps: int | None = None
     """Dump every so many steps for `stapo replay`. An update that is left out is always dumped."""
 

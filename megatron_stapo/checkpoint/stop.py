@@ -38,12 +38,13 @@ class StopCheck:
         self._grace_s = grace_s
         self._seen_s: float | None = None
 
-    def __call__(self) -> None:
-        """Raises StopRequested once the wish is so old."""
+    def __call__(self, can_end: bool = True) -> None:
+        """Raises StopRequested once the wish is so old, or at once where what is under way cannot
+        come to its end."""
         try:
             check_stop(self._run_dir)
         except StopRequested:
             if self._seen_s is None:
                 self._seen_s = time.monotonic()
-            if time.monotonic() - self._seen_s >= self._grace_s:
+            if not can_end or time.monotonic() - self._seen_s >= self._grace_s:
                 raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stapo.launch.tasks import LOGS_FOLDER, Task
+from megatron_stapo.rollout.engine_host import is_engine
 
 SUCCEEDED = "SUCCEEDED"
 """torchx's name of a task's state."""
@@ -54,9 +55,15 @@ def start_experiment(
 
 
 def read_outcome(run_dir: Path, host: int = 0) -> Outcome | None:
-    """What ended the experiment; None where it did not live to tell."""
+    """What has ended in the experiment so far, which is all once it has ended itself; None where
+    nothing has, or it did not live to tell."""
     path = name_outcome(run_dir, host)
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def find_lost_engine(outcome: Outcome | None) -> str:
+    """The first rollout engine that has ended by itself, and does not come back; "" for none."""
+    return next(filter(is_engine, outcome or {}), "")
 
 
 def name_outcome(run_dir: Path, host: int) -> Path:

@@ -5,8 +5,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from megatron_stapo.launch.experiment import find_lost_engine
 from megatron_stapo.launch.tasks import LOGS_FOLDER
-from megatron_stapo.rollout.engine_host import START_MARK
+from megatron_stapo.rollout.engine_host import END_MARK, START_MARK, is_engine
 
 _NUM_TAIL_LINES = 12
 
@@ -44,9 +45,8 @@ def describe_failure(
     logs = run_dir / LOGS_FOLDER
     if not outcome:
         what, log = f"NeMo-Run {_describe_exit(experiment_exit_code)}", logs / "nemo_run.log"
-    elif engines := [name for name in outcome if name.startswith("engine")]:
-        # Also when the trainer ended in the same moment: it cannot end the engine, only miss it.
-        name = engines[0]
+    elif name := find_lost_engine(outcome):
+        # Also when the trainer has ended, saved or not: it cannot end the engine, only miss it.
         exit_code = outcome[name]["exit_code"]
         what = f"the rollout {name.replace('_', ' ')} {_describe_exit(exit_code)}"
         log = logs / f"{name}.log"
@@ -56,15 +56,17 @@ def describe_failure(
     else:
         what, log = _describe_trainer(outcome["trainer"]["exit_code"], logs)
     lines = _read_lines(log)
-    is_engine = log.name.startswith("engine")
-    if is_engine:
+    is_of_engine = is_engine(log.name)
+    if is_of_engine:
         starts = [i for i, line in enumerate(lines) if line.startswith(START_MARK)]
         lines = lines[starts[-1] if starts else 0 :]
     errors = _find_errors(lines)
     # The engine's processes share a log, and the cause comes first, then who missed the process. A
     # rank has its own, and raises last what it wants read.
-    error = errors[0 if is_engine else -1] if errors else ""
-    reason = f"{what}: {error}" if error else f"{what}."
+    words = [errors[0 if is_of_engine else -1]] if errors else []
+    if is_of_engine:
+        words += [line.removeprefix(END_MARK) for line in lines if line.startswith(END_MARK)]
+    reason = f"{what}: {'; '.join(words)}" if words else f"{what}."
     tail = [f"  {line[:200]}" for line in lines[-_NUM_TAIL_LINES:]] or ["  (the log is empty)"]
     return reason, "\n".join([f"last lines of {log}:", *tail])
 

@@ -25,8 +25,15 @@ from typing import Any
 
 import psutil
 
-from megatron_stapo.launch.experiment import SUCCEEDED, Outcome, read_outcome, start_experiment
+from megatron_stapo.launch.experiment import (
+    SUCCEEDED,
+    Outcome,
+    find_lost_engine,
+    read_outcome,
+    start_experiment,
+)
 from megatron_stapo.launch.tasks import LOGS_FOLDER, Host, Task, find_free_ports
+from megatron_stapo.rollout.engine_host import is_engine
 from megatron_stapo.rollout.processes import adopt_orphans, kill_descendants
 
 JOIN_TIMEOUT_S = 900.0
@@ -118,6 +125,8 @@ class Head:
         """
         self.failure = ""
         """A host that did not come, or is lost: why the run has failed."""
+        self.lost_engine = ""
+        """An engine of a member that has ended: the trainer may live on to save."""
         self._num_hosts, self._run_dir, self._build_tasks = num_hosts, run_dir, build_tasks
         self._peers: dict[int, _Peer] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -161,19 +170,21 @@ class Head:
         return tasks[0]
 
     def must_end(self) -> bool:
-        """Whether a member's tasks have failed, or one is lost, and the others had time to tell."""
+        """Whether a member's trainer has failed, or a member is lost, and the others had time to
+        tell."""
         for index, peer in self._peers.items():
             while message := peer.receive():
                 if "signal" in message:
                     self._received.append(message["signal"])
                 if "outcome" in message:
-                    self._outcomes[index] = message["outcome"] or {}
+                    outcome = self._outcomes[index] = message["outcome"] or {}
+                    self.lost_engine = self.lost_engine or find_lost_engine(outcome)
                     if message["outcome"] is None:
                         self._fail(
                             f"host {index} ({peer.address}): NeMo-Run was killed or has failed; "
                             f"see {self._run_dir}/{LOGS_FOLDER}/nemo_run_host{index}.log."
                         )
-                    elif not _has_succeeded(message["outcome"]):
+                    elif _has_failed(outcome):
                         self._failed_at_s = self._failed_at_s or time.monotonic()
             if peer.is_lost and index not in self._outcomes:
                 self._fail(
@@ -267,7 +278,8 @@ def run_member(index: int, head: tuple[str, int], run_dir: str) -> int:
         return 1
     hello = {"index": index, "run_dir": run_dir}
     peer.send(hello | {"host": dataclasses.asdict(_describe_host(peer.own_address))})
-    experiment, num_told, has_reported, is_stopped = None, 0, False, False
+    experiment, num_told, is_over, is_stopped = None, 0, False, False
+    told: Outcome | None = None
     while not is_stopped and not peer.is_lost:
         while message := peer.receive():
             is_stopped = is_stopped or "stop" in message
@@ -280,9 +292,13 @@ def run_member(index: int, head: tuple[str, int], run_dir: str) -> int:
             # The head decides, because its rank saves; it stops this host in the end.
             peer.send({"signal": signum})
             num_told += 1
-        if experiment and experiment.poll() is not None and not has_reported:
-            peer.send({"outcome": read_outcome(Path(run_dir), index)})
-            has_reported = True
+        if experiment and not is_over:
+            is_over = experiment.poll() is not None
+            outcome = read_outcome(Path(run_dir), index)
+            # An engine may end long before the trainer's ranks, which save then.
+            if outcome != told or (is_over and outcome is None):
+                peer.send({"outcome": outcome})
+                told = outcome
         time.sleep(_POLL_S)
     if experiment and experiment.poll() is None:
         experiment.terminate()
@@ -323,5 +339,7 @@ def find_interface(address: str) -> str:
     return names[0] if names else "lo"
 
 
-def _has_succeeded(outcome: Outcome) -> bool:
-    return bool(outcome) and all(end["state"] == SUCCEEDED for end in outcome.values())
+def _has_failed(outcome: Outcome) -> bool:
+    """Whether the run cannot even save."""
+    states = [end["state"] for name, end in outcome.items() if not is_engine(name)]
+    return not outcome or any(state != SUCCEEDED for state in states)

@@ -27,7 +27,7 @@ def main() -> None:
     """Run the tasks given as JSON on stdin until one ends the run, then stop the others.
 
     Arguments: the run folder, the host's number, and the launcher's process id. SIGTERM stops all
-    tasks.
+    tasks. What has ended is told at once, in the file of `name_outcome`.
     """
     run_dir, host, launcher_pid = Path(sys.argv[1]).absolute(), int(sys.argv[2]), int(sys.argv[3])
     # Whoever sends it to every process of the run means the launcher, which ends the run in order.
@@ -39,6 +39,10 @@ def main() -> None:
         outcome = _run_tasks(tasks, run_dir, host, launcher_pid)
     finally:
         kill_descendants()
+    _tell(outcome, run_dir, host)
+
+
+def _tell(outcome: Outcome, run_dir: Path, host: int) -> None:
     # Renamed into place, so that the launcher never reads half of it.
     path = name_outcome(run_dir, host)
     path.with_suffix(".tmp").write_text(json.dumps(outcome))
@@ -96,6 +100,7 @@ def _run_tasks(tasks: list[Task], run_dir: Path, host: int, launcher_pid: int) -
         ended: Outcome = {}
         while not must_stop():
             time.sleep(_POLL_S)
+            num_ended = len(ended)
             for name, status in experiment.status(return_dict=True).items():
                 if is_terminal(status["status"]) and name not in ended:
                     exit_code = _read_exit_code(Path(status["local_dir"]))
@@ -106,6 +111,8 @@ def _run_tasks(tasks: list[Task], run_dir: Path, host: int, launcher_pid: int) -
                     ended[name] = {"state": "FAILED", "exit_code": 1}
             if len(ended) == len(tasks) or any(_ends_run(task, ended) for task in tasks):
                 break
+            if len(ended) > num_ended:
+                _tell(ended, run_dir, host)
         # The trainer goes first: an engine that vanishes would make it report an error of its own.
         # cancel sends SIGTERM to the task's process group, and SIGKILL after ten seconds.
         for task in reversed(tasks):

@@ -20,7 +20,12 @@ from megatron_stapo.checkpoint.folder import replace_durably, write_durably
 from megatron_stapo.checkpoint.stop import STOP_FILE, request_stop
 from megatron_stapo.config import Config, to_dict
 from megatron_stapo.launch.console import outlive_console
-from megatron_stapo.launch.experiment import SUCCEEDED, read_outcome, start_experiment
+from megatron_stapo.launch.experiment import (
+    SUCCEEDED,
+    find_lost_engine,
+    read_outcome,
+    start_experiment,
+)
 from megatron_stapo.launch.failure import describe_failure
 from megatron_stapo.launch.hosts import Head
 from megatron_stapo.launch.run_folder import claim_run_folder
@@ -63,7 +68,8 @@ def launch(
         report: called at the end; what it returns is printed.
         notes: printed first, a line each.
         goes_on: whether this run continues the one that the folder holds.
-        stop_timeout_s: seconds that the tasks have to save and end after a first signal.
+        stop_timeout_s: seconds that the tasks have to save and end after a first signal, or after
+            an engine has ended.
         head: joins the other hosts, and knows the tasks of each.
 
     Returns:
@@ -100,10 +106,10 @@ def launch(
             f"{task.name} (ranks: {task.num_ranks})" if task.num_ranks else task.name
             for task in tasks
         )
-        outcome, experiment_exit_code = None, None
+        outcome, experiment_exit_code, lost_engine = None, None, ""
         if tasks:
             print(f"starting {names}; logs in {run_dir / LOGS_FOLDER}/", flush=True)
-            experiment_exit_code = _run_experiment(
+            experiment_exit_code, lost_engine = _run_experiment(
                 tasks, run_dir, lock, received, progress, stop_timeout_s, head
             )
             outcome = read_outcome(run_dir)
@@ -115,7 +121,7 @@ def launch(
         has_succeeded = bool(outcome) and outcome.get(tasks[-1].name, {}).get("state") == SUCCEEDED
         if has_succeeded and not was_stopped:
             status, reason, exit_code = "finished", "", 0
-        elif received or has_succeeded:
+        elif (received or has_succeeded) and not lost_engine:
             signum = received[0] if received else signal.SIGTERM
             who = signal.Signals(signum).name if received else str(run_dir / STOP_FILE)
             status, reason, exit_code = "interrupted", f"stopped by {who}.", 128 + signum
@@ -176,45 +182,65 @@ def _run_experiment(
     progress: ProgressPrinter,
     stop_timeout_s: float,
     head: Head | None,
-) -> int:
-    """Run the experiment's process to its end, or to the end that a signal asks for.
+) -> tuple[int, str]:
+    """Run the experiment's process to its end, or to the end that a signal or a lost engine asks
+    for.
 
     Returns:
-        Its exit code. No process of the run is left.
+        Its exit code, and the engine whose end ended the run, "" for none. No process of the run is
+        left.
     """
     adopt_orphans()
     # With the lock's descriptor, the folder stays claimed until both processes are gone.
     experiment = start_experiment(tasks, run_dir, pass_fds=[lock])
+    lost_engine = ""
     try:
-        while experiment.poll() is None and not received and not (head and head.must_end()):
+        while experiment.poll() is None and not received and not lost_engine:
             progress.print_new()
             time.sleep(_POLL_S)
+            if head and head.must_end():
+                break
+            lost_engine = find_lost_engine(read_outcome(run_dir))
+            if head:
+                lost_engine = lost_engine or head.lost_engine
+        if received:
+            lost_engine = ""  # it may have got the signal as well
+        num_signals, which = (2, "a second signal") if received else (1, "a signal")
 
         def wait_for_end(timeout_s: float) -> None:
             deadline_s = time.monotonic() + timeout_s
-            while experiment.poll() is None and len(received) < 2 and time.monotonic() < deadline_s:
+            while (
+                experiment.poll() is None
+                and len(received) < num_signals
+                and time.monotonic() < deadline_s
+            ):
                 progress.print_new()
                 time.sleep(_POLL_S)
 
         progress.print_new()
+        cause = (
+            signal.Signals(received[0]).name
+            if received
+            else lost_engine and f"{lost_engine} has ended"
+        )
         # Before a step has ended there is nothing to save.
-        must_save = received and stop_timeout_s and progress.num_steps_shown
+        must_save = cause and stop_timeout_s and progress.num_steps_shown
         if experiment.poll() is None and must_save:
             print(
-                f"saving, for at most {stop_timeout_s:.0f} s; a second signal stops at once",
+                f"{cause}: saving, for at most {stop_timeout_s:.0f} s; {which} stops at once",
                 flush=True,
             )
             try:
-                request_stop(run_dir, signal.Signals(received[0]).name)
+                request_stop(run_dir, cause)
                 wait_for_end(stop_timeout_s)
             except OSError as error:
                 print(f"not saved: {error}", flush=True)
         if experiment.poll() is None:
-            is_last = len(received) > 1
-            print("stopping" if is_last else "stopping; a second signal stops at once", flush=True)
+            is_last = len(received) >= num_signals
+            print("stopping" if is_last else f"stopping; {which} stops at once", flush=True)
             experiment.terminate()
             wait_for_end(_STOP_TIMEOUT_PER_TASK_S * (len(tasks) + 1))
         progress.print_new()
     finally:
         kill_descendants()
-    return experiment.wait()
+    return experiment.wait(), lost_engine

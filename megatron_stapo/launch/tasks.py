@@ -34,7 +34,8 @@ class Task:
     master: str = ""
     """ADDRESS:PORT at which the first of them makes the world."""
     ends_run: Literal["always", "on_failure", "never"] = "always"
-    """Whether the other tasks of the host are stopped when this one has ended."""
+    """Whether the other tasks of the host are stopped when this one has ended. Where they are not,
+    the launcher hears of it and decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,9 @@ def _build_engine_task(
     env = {}
     if config.parallel.device == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return Task(name=name_engine(index, config.rollout.num_engines), argv=argv, env=env)
+    name = name_engine(index, config.rollout.num_engines)
+    # The trainer saves first what an engine's end leaves it with.
+    return Task(name=name, argv=argv, env=env, ends_run="never")
 
 
 def find_free_ports(num_ports: int, address: str = "127.0.0.1") -> list[int]:

@@ -16,7 +16,7 @@ def build_engine(
     config: Config,
     engine_urls: Sequence[str],
     stop_token_ids: Sequence[int],
-    on_wait: Callable[[], None] = lambda: None,
+    on_wait: Callable[..., None] = lambda *can_end: None,
     log_event: Callable[..., None] = lambda name, **values: None,
 ) -> Engine:
     """Connect to the engines; waits until they serve.
@@ -24,7 +24,7 @@ def build_engine(
     Args:
         engine_urls: of the vLLM servers; none with rollout.engine=transformers.
         stop_token_ids: tokens that end a response.
-        on_wait: see `Engine`.
+        on_wait: see `Engine`, and `EnginePool` for its argument.
         log_event: `RunLog.log_event`, for engines that die and come back.
 
     Raises:

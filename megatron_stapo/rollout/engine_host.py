@@ -27,6 +27,9 @@ from megatron_stapo.rollout.vllm_server import build_server_arguments, build_ser
 START_MARK = "engine_host: start"
 """How the log's line begins that tells one life of the server from the next."""
 
+END_MARK = "engine_host: end: "
+"""How the line begins that says why the host gives the server up, and what to do."""
+
 _RESTARTS_FOLDER = "engines"
 _POLL_S = 0.2
 _HEALTH_INTERVAL_S = 2.0
@@ -37,6 +40,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def name_engine(index: int, num_engines: int) -> str:
     """The name of an engine's task and log file."""
     return "engine" if num_engines == 1 else f"engine_{index}"
+
+
+def is_engine(name: str) -> bool:
+    """Whether a task or a log file has a name of `name_engine`."""
+    return name.startswith("engine")
 
 
 def request_restart(run_dir: Path, index: int) -> None:
@@ -131,11 +139,15 @@ def _serve(config: Config, run_dir: Path, index: int, host: str, port: int) -> i
             kill_descendants()
         print(f"engine_host: engine {index} {death}", flush=True)
         if num_restarts == 0 and not has_served:
-            print("engine_host: it has never served, so it is not started again", flush=True)
+            print(
+                f"{END_MARK}engine {index} has never served and is not started again; find the "
+                "cause in its log.",
+                flush=True,
+            )
             return 1
     print(
-        f"engine_host: rollout.max_engine_restarts={rollout.max_engine_restarts}: engine {index} "
-        "is not started again; find the cause above, or allow more restarts.",
+        f"{END_MARK}rollout.max_engine_restarts={rollout.max_engine_restarts}: engine {index} is "
+        "not started again; find the cause in its log, or allow more restarts.",
         flush=True,
     )
     return 1

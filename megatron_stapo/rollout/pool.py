@@ -60,7 +60,7 @@ class EnginePool:
         self,
         config: Config,
         engines: Sequence[VllmEngine],
-        on_wait: Callable[[], None] = lambda: None,
+        on_wait: Callable[[bool], None] = lambda can_end: None,
         log_event: Callable[..., None] = lambda name, **values: None,
     ) -> None:
         """Watch the servers from now on.
@@ -68,7 +68,7 @@ class EnginePool:
         Args:
             config: of the run.
             engines: at least one; they answer.
-            on_wait: see `Engine`.
+            on_wait: see `Engine`; told whether a server is up, so that the call can end.
             log_event: `RunLog.log_event`; called from a thread of the pool.
         """
         self._config = config
@@ -124,7 +124,7 @@ class EnginePool:
         groups: dict[int, RolloutGroup] = {}
         try:
             while True:
-                self._on_wait()
+                self._on_wait(any(member.is_up for member in self._members))
                 with contextlib.suppress(queue.Empty):
                     answer = answers.get(timeout=_WAIT_S)
                     if answer is None:

@@ -13,6 +13,8 @@ def test_what_is_under_way_may_end_within_the_grace(tmp_path):
     with pytest.raises(StopRequested):
         at_once()
     later()
+    with pytest.raises(StopRequested):
+        later(can_end=False)
     time.sleep(0.35)
     with pytest.raises(StopRequested):
         later()

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_stapo.checkpoint.folder import list_checkpoints, parse_step
 from megatron_stapo.rollout.engine_host import START_MARK
 from tests.tiny_model import build_coin_base
 
@@ -166,15 +167,26 @@ def find_process(launcher, *words):
 
 
 @pytest.mark.vllm
-def test_a_killed_engine_ends_the_run_by_name(base, tmp_path):
+def test_an_engine_that_is_given_up_ends_the_run_by_name_and_saved(base, tmp_path):
     launcher = start(base, tmp_path, "num_steps=1000", "rollout.max_engine_restarts=0")
     wait_for_step(tmp_path, launcher, 1)
     processes = psutil.Process(launcher.pid).children(recursive=True)
     find_process(launcher, "EngineCore").kill()
+    killed_s = time.monotonic()
     exit_code, stderr, summary = end(tmp_path, launcher, processes)
-    assert exit_code == 1
-    assert summary["status"] == "failed"
-    assert "engine" in stderr.splitlines()[0]
+    # Nobody waits out rollout.start_timeout_s or checkpoint.stop_timeout_s.
+    assert time.monotonic() - killed_s < 45
+    assert (exit_code, summary["status"]) == (1, "failed")
+    assert stderr.splitlines()[0] == f"stapo: error: {summary['reason']}"
+    assert summary["reason"].startswith("the rollout engine ended with exit code 1")
+    assert summary["reason"].endswith(
+        "rollout.max_engine_restarts=0: engine 0 is not started again; find the cause in its log, "
+        "or allow more restarts."
+    )
+    # The default interval has not come yet.
+    [checkpoint] = list_checkpoints(tmp_path / "run")
+    assert parse_step(checkpoint) == len(read_steps(tmp_path)) < 10
+    assert f"the same command goes on from {checkpoint}" in (tmp_path / "stdout").read_text()
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """What every trainer rank of a stand-in run on several hosts does: one all-reduce over gloo.
 
 Arguments as `megatron_stapo.train` takes them. The run's name says what follows: succeed, raise
-(on rank 1) or wait. Every rank leaves ready_RANK, with what it has seen, in the run folder.
+(on rank 1), lose_engine (a step, then the wish to stop is waited for) or wait. Every rank leaves
+ready_RANK, with what it has seen, in the run folder.
 """
 
 import json
@@ -30,7 +31,15 @@ def main() -> None:
     path.with_suffix(".tmp").rename(path)
     if what == "raise" and dist.get_rank() == 1:
         raise ArithmeticError("the stand-in fails")
-    if what != "succeed":
+    if what == "lose_engine":
+        if dist.get_rank() == 0:
+            record = {"step": 1, "time": time.time(), "metrics": {}, "seconds": {}}
+            (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        while not (run_dir / "stop").exists():
+            time.sleep(0.05)
+        dist.barrier()  # as the ranks do when they save
+        (run_dir / f"saved_{dist.get_rank()}").touch()
+    elif what != "succeed":
         time.sleep(600)
     dist.destroy_process_group()
 

@@ -4,9 +4,9 @@ Arguments: the run folder, what the trainer does, and the two hosts as ADDRESS[=
 host, what `launch_on_hosts` gives it.
 """
 
-import functools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stapo.config import (
@@ -17,9 +17,18 @@ from megatron_stapo.config import (
     ParallelConfig,
     RolloutConfig,
 )
-from megatron_stapo.launch import hosts, launch
+from megatron_stapo.launch import Task, hosts, launch
 from megatron_stapo.launch.local_hosts import launch_on_hosts, parse_host
-from megatron_stapo.launch.tasks import build_host_tasks, find_free_ports
+from megatron_stapo.launch.tasks import Host, build_host_tasks, find_free_ports
+
+# It ends for good once somebody has seen it.
+ENGINE = """
+import sys, time
+from pathlib import Path
+while not Path(sys.argv[1], "lose").exists():
+    time.sleep(0.05)
+sys.exit("no memory")
+"""
 
 hosts.LOST_S = 5.0  # a cut is noticed sooner than on a real network
 
@@ -51,9 +60,21 @@ def run_host(run_dir: str, what: str, index: str, head: str) -> int:
         rollout=RolloutConfig(engine="transformers"),
         run_dir=run_dir,
     )
-    build = functools.partial(build_host_tasks, config, trainer_module="tests.launch.all_reduce")
-    head_of_two = hosts.Head(2, int(port), run_dir, build)
-    return launch(config, (), lambda ending: json.dumps([ending.status]), head=head_of_two)
+
+    def build(found: Sequence[Host]) -> list[list[Task]]:
+        tasks = build_host_tasks(config, found, trainer_module="tests.launch.all_reduce")
+        if what == "lose_engine":
+            argv = [sys.executable, "-c", ENGINE, run_dir]
+            tasks[1].insert(0, Task(name="engine", argv=argv, env={}, ends_run="never"))
+        return tasks
+
+    return launch(
+        config,
+        (),
+        lambda ending: json.dumps([ending.status]),
+        stop_timeout_s=60.0,
+        head=hosts.Head(2, int(port), run_dir, build),
+    )
 
 
 if __name__ == "__main__":

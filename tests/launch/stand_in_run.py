@@ -1,7 +1,8 @@
 """A run whose engine and trainer are small stand-ins; test_launch.py starts it as a process.
 
-Arguments: the run folder, and what the trainer does: succeed, raise or wait. Every stand-in leaves
-a file ready_NAME with its process id in the run folder once it runs.
+Arguments: the run folder, and what the trainer does: succeed, raise, wait, or save, which waits for
+the wish to stop. Every stand-in leaves a file ready_NAME with its process id in the run folder once
+it runs.
 """
 
 import sys
@@ -46,7 +47,11 @@ if rank == 0:
 (run_dir / f"ready_{rank}").write_text(str(os.getpid()))
 if what == "raise" and rank == 1:
     raise ArithmeticError("the stand-in fails")
-if what != "succeed":
+while what == "save" and not (run_dir / "stop").exists():
+    time.sleep(0.05)
+if what == "save":
+    (run_dir / f"saved_{rank}").touch()
+elif what != "succeed":
     time.sleep(600)
 """
 
@@ -63,7 +68,12 @@ def main() -> int:
     )
     Path(run_dir).mkdir(exist_ok=True)
     tasks = [
-        Task(name="engine", argv=[sys.executable, "-c", ENGINE, run_dir], env={}),
+        Task(
+            name="engine",
+            argv=[sys.executable, "-c", ENGINE, run_dir],
+            env={},
+            ends_run="never",
+        ),
         Task(
             name="trainer",
             argv=[sys.executable, "-c", TRAINER, run_dir, what],
@@ -83,7 +93,7 @@ def main() -> int:
             )
         )
 
-    return launch(config, tasks, report)
+    return launch(config, tasks, report, stop_timeout_s=60.0 if what == "save" else 0.0)
 
 
 if __name__ == "__main__":

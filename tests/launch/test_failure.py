@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stapo.launch.failure import describe_failure
+from megatron_stapo.rollout.engine_host import END_MARK, START_MARK
 
 TRACEBACK = """Traceback (most recent call last):
   File "train.py", line 1, in <module>
@@ -103,6 +104,20 @@ def test_an_engine_that_ended_is_the_cause_even_if_the_trainer_ended_too(logs: P
         "  loading",
         "  out of memory",
     ]
+
+
+def test_an_engine_that_is_given_up_has_its_hosts_last_words_in_the_reason(logs: Path) -> None:
+    (logs / "engine_1.log").write_text(
+        f"{START_MARK} 0 of engine 1\n{TRACEBACK.format(error='MemoryError: of an earlier life')}"
+        f"{START_MARK} 1 of engine 1\nKilled\n{END_MARK}engine 1 is not started again; look.\n"
+    )
+    # It has saved and ended in order.
+    outcome = {"trainer": {"state": "SUCCEEDED", "exit_code": 0}}
+    outcome["engine_1"] = {"state": "FAILED", "exit_code": 1}
+    found, _ = describe_failure(outcome, 0, logs.parent)
+    assert found == (
+        "the rollout engine 1 ended with exit code 1: engine 1 is not started again; look."
+    )
 
 
 def test_the_engine_failed_of_what_it_logged_first(logs: Path) -> None:

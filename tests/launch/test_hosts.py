@@ -37,7 +37,7 @@ def networks() -> Iterator[list[Host]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
     """The runs, all started together; each test ends one of them."""
-    hosts = {"succeed": LOOPBACK, "signalled": LOOPBACK}
+    hosts = {"succeed": LOOPBACK, "signalled": LOOPBACK, "lose_engine": LOOPBACK}
     if can_make_networks():
         networks = request.getfixturevalue("networks")
         options = [host.option for host in networks]
@@ -112,6 +112,18 @@ def test_a_signal_ends_every_host_in_order(runs: dict[str, Run]) -> None:
     exit_code, output = run.wait_until_ended()
     assert exit_code == 128 + signal.SIGTERM
     assert "stapo: stopped by SIGTERM." in output and '["interrupted"]' in output
+
+
+def test_the_trainer_of_every_host_saves_when_one_loses_an_engine(runs: dict[str, Run]) -> None:
+    run = runs["lose_engine"]
+    run.wait_until_ready()
+    (run.run_dir / "lose").touch()
+    exit_code, output = run.wait_until_ended()
+    assert (run.run_dir / "saved_0").exists() and (run.run_dir / "saved_1").exists()
+    assert "engine has ended: saving, for at most 60 s" in output and '["failed"]' in output
+    assert exit_code == 1 and output.count("stapo: error: ") == 1
+    assert "stapo: error: the rollout engine ended with exit code 1.\n" in output
+    assert "no memory" in output
 
 
 # The last one: the cable is the other run's, too.

@@ -83,6 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "rank_killed": "wait",
         "torchrun_killed": "wait",
         "engine_killed": "wait",
+        "engine_lost": "save",
         "interrupted": "wait",
         "hung_up": "wait",
         "launcher_killed": "wait",
@@ -168,6 +169,20 @@ def test_a_killed_engine_is_named_and_takes_its_child_along(runs: dict[str, Run]
     assert exit_code == 1
     assert stderr.startswith("stapo: error: the rollout engine was killed by SIGKILL.\n")
     assert stderr.endswith(f"{run.run_dir}/logs/engine.log:\n  engine is up\n")
+
+
+def test_a_trainer_that_has_taken_steps_saves_when_an_engine_is_lost(runs: dict[str, Run]) -> None:
+    run = runs["engine_lost"]
+    run.wait_until_ready()
+    processes = run.find_processes()
+    os.kill(run.get_pid("engine"), signal.SIGKILL)
+    exit_code, stdout, stderr = run.wait_until_ended(processes)
+    assert (run.run_dir / "saved_0").exists() and (run.run_dir / "saved_1").exists()
+    assert "engine has ended: saving, for at most 60 s; a signal stops at once" in stdout
+    reason = "the rollout engine was killed by SIGKILL."
+    assert exit_code == 1 and stderr.startswith(f"stapo: error: {reason}\n")
+    summary = run.read_summary()
+    assert (summary["status"], summary["reason"]) == ("failed", reason)
 
 
 def test_ctrl_c_ends_the_run_with_130_and_a_summary(runs: dict[str, Run]) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron_stapo.config import to_dict
-from megatron_stapo.rollout.engine_host import START_MARK, request_restart
+from megatron_stapo.rollout.engine_host import END_MARK, START_MARK, request_restart
 from tests.workers import build_config
 
 # As vLLM does, the server has a child that ignores SIGTERM and is in a session of its own. Asked
@@ -132,7 +132,7 @@ def test_a_dead_or_hanging_or_unusable_server_is_started_again_and_not_for_ever(
         "engine 0 ended with exit code 7",
         "engine 0 has not answered for 0.5 s",
         "engine 0 cannot be used any more, says the trainer",
-        "rollout.max_engine_restarts=3: engine 0 is not started again",
+        f"{END_MARK}rollout.max_engine_restarts=3: engine 0 is not started again",
     ):
         assert reason in log
 
@@ -141,7 +141,7 @@ def test_a_server_that_has_never_served_is_not_started_again(start):
     host = start("never")
     assert host.process.wait(timeout=20) == 1
     assert host.read_log().count(START_MARK) == 1
-    assert "it has never served" in host.read_log()
+    assert f"{END_MARK}engine 0 has never served" in host.read_log()
 
 
 @pytest.mark.parametrize(

@@ -301,12 +301,27 @@ def test_a_request_that_engines_die_of_ends_the_run(build_pool):
         Call(pool).finish()
 
 
+def test_who_may_abandon_the_call_is_told_whether_it_can_end(build_pool):
+    pool, servers, _ = build_pool(1)
+    servers.running[0].gate.clear()
+    told = []
+    pool._on_wait = told.append
+    call = Call(pool)
+    wait_until(lambda: servers.running[0].seeds)
+    servers.kill(0)
+    wait_until(lambda: told[-1] is False)
+    servers.restart(0)
+    assert list_tokens(call.finish()) == expect()
+    assert told[0] is True and told[-1] is True
+
+
 def test_giving_up_closes_the_requests(build_pool, tmp_path):
     pool, servers, _ = build_pool(1)
     servers.running[0].gate.clear()
     calls = []
 
-    def stop():
+    def stop(can_end):
+        assert can_end
         calls.append(time.monotonic())
         if servers.running[0].seeds:
             raise InterruptedError
@@ -314,7 +329,7 @@ def test_giving_up_closes_the_requests(build_pool, tmp_path):
     pool._on_wait = stop
     with pytest.raises(InterruptedError):
         pool.generate(PROMPTS, NUM_SAMPLES, SAMPLING)
-    pool._on_wait = lambda: None
+    pool._on_wait = lambda can_end: None
     servers.running[0].gate.set()
     assert list_tokens(pool.generate(PROMPTS, NUM_SAMPLES, SAMPLING)) == expect()
     assert all(later - earlier < 1 for earlier, later in pairwise(calls))
