@@ -422,6 +422,10 @@ class ReshardConfig:
     probe_interval_steps: int = 100
     """After every so many steps, and after the first exchange with each engine, what its ranks
     have received is compared with the trainer's weights, by a hash of every tensor."""
+    delta: bool = False
+    """Send an engine only the elements that changed since its last update. For that every rank of
+    the trainer keeps a copy of its weights in the host's memory, and every rank of an engine of its
+    part."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "probe_interval_steps"):
@@ -853,6 +857,13 @@ class Config:
             "rollout.quantization",
             self.rollout.quantization,
             f"needs model.dtype=bfloat16, not {self.model.dtype}.",
+        )
+        _require(
+            self.rollout.has_servers or not self.reshard.delta,
+            "reshard.delta",
+            self.reshard.delta,
+            "is for engines in processes of their own; with rollout.engine="
+            f"{self.rollout.engine} and rollout.placement={self.rollout.placement} leave it False.",
         )
 
     @property

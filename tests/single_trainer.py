@@ -26,6 +26,7 @@ class _Update:
         self.policy_version = policy_version
         self.is_probe = True
         self.hashes = None
+        self.base_version = None
         self._trainer, self._on_bucket = trainer, on_bucket
         self._weights = weights
         holdings = [

@@ -226,6 +226,11 @@ def test_fp8_needs_bf16_weights(tmp_path):
         build_config(tmp_path, **{**CUDA, "model__dtype": "float32"}, precision__fp8="tensorwise")
 
 
+def test_changes_alone_are_for_engines_in_processes_of_their_own(tmp_path):
+    with pytest.raises(ValueError, match=r"reshard.delta=True: .*rollout.engine=transformers"):
+        build_config(tmp_path, rollout__engine="transformers", reshard__delta=True)
+
+
 def test_the_transformers_engine_has_no_fp8(tmp_path):
     with pytest.raises(ValueError, match=r"quantization=fp8: the transformers engine has none"):
         build_config(tmp_path, **CUDA, rollout__engine="transformers", rollout__quantization="fp8")

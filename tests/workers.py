@@ -30,6 +30,7 @@ from megatron_stapo.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ReshardConfig,
     RolloutConfig,
 )
 from megatron_stapo.types import Minibatch, Prompt, Rollout, RolloutGroup
@@ -53,6 +54,7 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         "checkpoint": {},
         "precision": {},
         "cluster": {},
+        "reshard": {},
     }
     for key, value in changes.items():
         group, field = key.split("__")
@@ -70,6 +72,7 @@ def build_config(model_path: Path, **changes: Any) -> Config:
         checkpoint=CheckpointConfig(**groups["checkpoint"]),
         precision=PrecisionConfig(**groups["precision"]),
         cluster=ClusterConfig(**groups["cluster"]),
+        reshard=ReshardConfig(**groups["reshard"]),
     )
 
 
@@ -953,3 +956,116 @@ class _LiveBytes(TorchDispatchMode):
 def list_threads() -> list[str]:
     """Names of this process's threads, those of torch's libraries among them."""
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def sync_changes(config: Config, share: float) -> list[dict[str, Any]] | None:
+    """Three updates of an engine of two ranks, which are threads of rank 0: all weights, what
+    changed, and after the engine has lost its connection all of them again; then what changed.
+
+    Args:
+        share: of the elements, changed before each update.
+
+    Returns:
+        On rank 0 of every update: the version that it refers to, the bytes that the engine's ranks
+        received, those of all its parts, and the names of tensors that are not the trainer's bit
+        for bit.
+    """
+    with joined_world(config) as groups, pytest.MonkeyPatch.context() as patch:
+        import torch.distributed as dist
+
+        from megatron_stapo.reshard.weight_sync import WeightSync
+        from megatron_stapo.rollout import weight_transfer
+        from megatron_stapo.rollout.background import run_in_thread
+        from megatron_stapo.rollout.weight_transfer import ConnectInfo, Receiver, parse_buckets
+        from megatron_stapo.trainer.trainer import Trainer
+
+        weights = Trainer(config, groups).weights
+        dtype = getattr(torch, config.model.dtype)
+        device = torch.device("cpu")
+        received: list[torch.Tensor] = []
+        exchange = weight_transfer.exchange
+
+        class Engine:
+            """Its two ranks."""
+
+            def __init__(self) -> None:
+                self.link: Any = None
+                self.parts: list[dict[str, Any]] = []
+                self.base_version: int | None = None
+
+            def update_weights(self, update: Any, index: int) -> None:
+                is_new = self.link is None
+                if is_new:
+                    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                    info = ConnectInfo(
+                        host="127.0.0.1",
+                        port=store.port,
+                        num_trainer_ranks=groups.world_size,
+                        num_engine_ranks=2,
+                    )
+                    self.link = (info, store)
+                    self.receivers: list[Any] = [None, None]
+                    self.buckets = [parse_buckets(text) for text in update.format_schedules()]
+                info, store = self.link
+                self.base_version = None if is_new else update.base_version
+
+                def receive(rank: int) -> dict[str, Any]:
+                    if self.receivers[rank] is None:
+                        group = info.connect(info.open_store(), groups.world_size + rank, device)
+                        self.receivers[rank] = Receiver(group, self.buckets[rank], dtype, device)
+                    return {
+                        part.name: (part, tensor)
+                        for parts in self.receivers[rank].receive(self.base_version)
+                        for part, tensor in parts
+                    }
+
+                futures = [run_in_thread(lambda rank=rank: receive(rank)) for rank in (0, 1)]
+                update.send(info, store if is_new else None)
+                self.parts = [future.result() for future in futures]
+                if update.is_probe:
+                    update.hashes = [
+                        {n: weight_transfer.hash_part(p, t) for n, (p, t) in of_rank.items()}
+                        for of_rank in self.parts
+                    ]
+
+        def count(group: Any, sends: Any, receives: Any) -> None:
+            received.extend(tensor for _, tensor in receives)
+            exchange(group, sends, receives)
+
+        patch.setattr(weight_transfer, "exchange", count)
+        engine = Engine() if groups.rank == 0 else None
+        sync = WeightSync(config, weights, engine, groups)  # type: ignore[arg-type]
+        results = []
+        names = sorted({h.parameter for h in sync._holdings[groups.rank]})
+        for version in range(4):
+            generator = torch.Generator().manual_seed(version)
+            for name in names:
+                parameter = weights.find_parameter(name).detach()
+                changed = torch.rand(parameter.shape, generator=generator) < share
+                parameter[changed] += 1
+            if version == 2 and engine is not None:
+                engine.link = None
+            received.clear()
+            error = sync.execute(version)
+            assert error is None, error
+            full = dict(weights.stream())
+            if engine is None:
+                continue
+            wrong, num_bytes = [], 0
+            for of_rank in engine.parts:
+                for name, (part, tensor) in of_rank.items():
+                    matrix = full[name] if full[name].dim() > 1 else full[name][:, None]
+                    whole = weight_transfer.Region.whole(part.shape)
+                    expected = whole.cut(matrix, part.region)
+                    num_bytes += tensor.nbytes
+                    if not torch.equal(tensor.reshape(expected.shape), expected):
+                        wrong.append(name)
+            results.append(
+                {
+                    "base_version": engine.base_version,
+                    "received_bytes": sum(tensor.nbytes for tensor in received),
+                    "all_bytes": num_bytes,
+                    "wrong": wrong,
+                }
+            )
+        return results if groups.rank == 0 else None

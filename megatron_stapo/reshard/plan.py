@@ -169,9 +169,10 @@ class Plan:
 
 
 def _count_packed_bytes(messages: Iterable[SendMessage], sender: int, element_bytes: int) -> int:
-    """What a sender packs; direct messages are sent from where the weights lie."""
+    """What a sender packs; direct messages are sent from where the weights lie, and changes are
+    collected before they are packed."""
     return sum(
-        message.count_bytes(element_bytes)
+        message.count_bytes(element_bytes) * (2 if message.form == "delta" else 1)
         for message in messages
         if message.form != "direct" and message.receiver != sender
     )
@@ -196,6 +197,7 @@ def build_plan(
     element_bytes: int,
     bucket_bytes: int,
     turn: int = 0,
+    is_delta: bool = False,
 ) -> Plan:
     """Match what the trainer's ranks hold with what an engine's ranks take.
 
@@ -207,6 +209,7 @@ def build_plan(
         bucket_bytes: most that a rank holds of a bucket beside its weights. A module that is larger
             by itself is a bucket of its own.
         turn: of the engine among several: where ranks are equally busy, another one sends.
+        is_delta: only what changed will travel.
 
     Raises:
         ValueError: a part is held by nobody, names the tensor.
@@ -253,7 +256,7 @@ def build_plan(
             for receiver, mine in zip(receivers, module, strict=True)
             if mine
         }
-        new_sends, new_receives = _form_messages(found, element_bytes)
+        new_sends, new_receives = _form_messages(found, element_bytes, is_delta)
         needed: dict[int, int] = defaultdict(int)
         for rank, messages in new_sends.items():
             needed[rank] += _count_packed_bytes(messages, rank, element_bytes)
@@ -300,7 +303,9 @@ def _interleave(
 
 
 def _form_messages(
-    found: dict[int, list[tuple[Part, list[tuple[int, Holding, Region]]]]], element_bytes: int
+    found: dict[int, list[tuple[Part, list[tuple[int, Holding, Region]]]]],
+    element_bytes: int,
+    is_delta: bool,
 ) -> tuple[dict[int, list[SendMessage]], dict[int, Bucket]]:
     """The messages of one module, by sender and by receiver."""
     sends: dict[int, list[SendMessage]] = defaultdict(list)
@@ -311,7 +316,7 @@ def _form_messages(
         together: dict[tuple[int, Form], list[tuple[Holding, Region]]] = defaultdict(list)
         for part, pieces in parts:
             for sender, holding, region in pieces:
-                form = _choose_form(part, holding, region, element_bytes)
+                form = "delta" if is_delta else _choose_form(part, holding, region, element_bytes)
                 if form == "direct":
                     messages.append((sender, form, [(holding, region)]))
                 else:

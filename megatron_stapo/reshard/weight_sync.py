@@ -16,7 +16,7 @@ from megatron_stapo.config import Config, load_model_json
 from megatron_stapo.model.weights import HfWeights
 from megatron_stapo.parallel.groups import Groups, agree
 from megatron_stapo.reshard.plan import Holding, Plan, build_plan, list_rank_holdings
-from megatron_stapo.rollout import Engine, EngineDiedError
+from megatron_stapo.rollout import Engine, EngineDiedError, delta
 from megatron_stapo.rollout.engine_parts import list_engine_parts
 from megatron_stapo.rollout.weight_transfer import (
     Bucket,
@@ -66,6 +66,11 @@ class WeightSync:
         """Numbers of an engine's ranks."""
         self._plans: dict[int, Plan] = {}
         self._links: dict[int, TransferGroup] = {}
+        self._versions: dict[int, int] = {}
+        """Of the weights that each engine keeps. As all that follows, the same on every rank."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """With reshard.delta, this rank's parameters as they travelled last."""
+        self._kept_version: int | None = None
         self._has_probed: set[int] = set()
 
     def execute(
@@ -98,7 +103,14 @@ class WeightSync:
             # Where one refuses, the others get theirs all the same.
             hashes = expected if index in probed else None
             error = self._update(policy_version, index, hashes) or error
+        if self._config.reshard.delta and self._kept_version != policy_version:
+            self._keep(policy_version)
         return error
+
+    def find_base_version(self, index: int) -> int | None:
+        """See `WeightUpdate`."""
+        is_kept = self._kept_version is not None and self._versions.get(index) == self._kept_version
+        return self._kept_version if is_kept else None
 
     def find_plan(self, index: int) -> Plan:
         """The plan of an engine's updates, made on first use; the same on every rank."""
@@ -110,6 +122,7 @@ class WeightSync:
                 element_bytes=self._dtype.itemsize,
                 bucket_bytes=self._config.reshard.bucket_bytes,
                 turn=index,
+                is_delta=self._config.reshard.delta,
             )
         return self._plans[index]
 
@@ -126,8 +139,14 @@ class WeightSync:
             self._drop_link(index)
             self._links[index] = connect_info.connect(store, self.rank, self._groups.device)
         plan = self.find_plan(index)
+        only_changes = store is None and self.find_base_version(index) is not None
         for number in range(len(plan.sends)):
-            exchange(self._links[index], self._pack(plan, number), [])
+            if only_changes:
+                counts, packed = self._pack_changes(plan, number)
+                exchange(self._links[index], counts, [])
+            else:
+                packed = self._pack(plan, number)
+            exchange(self._links[index], packed, [])
 
     def exchange_locally(self, plan: Plan, number: int) -> list[tuple[Part, torch.Tensor]]:
         """Exchange one bucket among the trainer's ranks; returns what this one receives."""
@@ -145,6 +164,34 @@ class WeightSync:
             views = [self._view(holding, region) for holding, region in message.pieces]
             packed.append((message.receiver, pack(message.form, views)))
         return packed
+
+    def _pack_changes(
+        self, plan: Plan, number: int
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+        """Likewise, what changed: how many elements of every piece, and where to what."""
+        counts, packed = [], []
+        for message in plan.sends[number].get(self.rank, ()):
+            news = [self._view(holding, region) for holding, region in message.pieces]
+            olds = [h.view(self._kept[h.parameter], region) for h, region in message.pieces]
+            found, flat = delta.encode(news, olds)
+            counts.append((message.receiver, torch.tensor(found, device=flat.device)))
+            if len(flat):
+                packed.append((message.receiver, flat))
+        return counts, packed
+
+    def _keep(self, policy_version: int) -> None:
+        """Copy this rank's parameters to the host's memory."""
+        for name in {holding.parameter for holding in self._holdings[self.rank]}:
+            parameter = self._weights.find_parameter(name).detach()
+            if name not in self._kept:
+                self._kept[name] = torch.empty(
+                    parameter.shape,
+                    dtype=parameter.dtype,
+                    device="cpu",
+                    pin_memory=parameter.device.type == "cuda",
+                )
+            self._kept[name].copy_(parameter)
+        self._kept_version = policy_version
 
     def _view(self, holding: Holding, region: Region) -> torch.Tensor:
         return holding.view(self._weights.find_parameter(holding.parameter).detach(), region)
@@ -174,6 +221,7 @@ class WeightSync:
         dist.broadcast(died, src=0)
         # Its end is what the others' messages failed of.
         error = None if died.item() else agree(error, self._groups)
+        self._versions[index] = policy_version
         if died.item() or error:
             self._drop_link(index)
         elif expected is not None:
@@ -181,6 +229,7 @@ class WeightSync:
         return error
 
     def _drop_link(self, index: int) -> None:
+        self._versions.pop(index, None)
         if group := self._links.pop(index, None):
             # Takes messages that nobody receives off the GPU.
             group.abort()
@@ -210,6 +259,7 @@ class _Update:
         self.policy_version = policy_version
         self.is_probe = is_probe
         self.hashes: Hashes = [{} for _ in sync.receivers]
+        self.base_version = sync.find_base_version(index)
         self._sync = sync
         self._index = index
         self._has_told = False
@@ -225,10 +275,9 @@ class _Update:
 
     def receive(self) -> Iterator[tuple[Part, torch.Tensor]]:
         for bucket in self._exchange_locally():
-            for part, tensor in bucket:
-                if self.is_probe:
-                    self.hashes[self._sync.rank][part.name] = hash_part(part, tensor)
-                yield part, tensor
+            if self.is_probe:
+                self.hashes[self._sync.rank] |= {p.name: hash_part(p, t) for p, t in bucket}
+            yield from bucket
 
     def follow(self) -> None:
         """Do what is left: on a rank that does not drive the engine, all of its part."""
@@ -253,7 +302,9 @@ class _Update:
         while self._num_exchanged < len(plan.sends):
             number = self._num_exchanged
             self._num_exchanged += 1
-            yield self._sync.exchange_locally(plan, number)
+            parts = self._sync.exchange_locally(plan, number)
+            yield parts
+            parts.clear()  # the next bucket needs its memory
 
     def _gather_hashes(self) -> None:
         """Bring the ranks' hashes to rank 0."""

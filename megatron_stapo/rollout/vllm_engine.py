@@ -178,7 +178,11 @@ class VllmEngine:
             is_new = self._link is None
             connect_info, store = self._link = self._link or self._open_link(update)
             self._post(doing, "start_weight_update")
-            info = {"policy_version": update.policy_version, "is_probe": update.is_probe}
+            info = {
+                "policy_version": update.policy_version,
+                "is_probe": update.is_probe,
+                "base_version": None if is_new else update.base_version,
+            }
             receiving = run_in_thread(
                 lambda: self._post(doing, "update_weights", {"update_info": info})
             )

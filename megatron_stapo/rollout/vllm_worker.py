@@ -33,9 +33,7 @@ from megatron_stapo.rollout.weight_transfer import (
     Bucket,
     ConnectInfo,
     Part,
-    Reception,
-    TransferGroup,
-    exchange,
+    Receiver,
     hash_part,
     name_hashes,
     name_schedule,
@@ -50,6 +48,8 @@ class UpdateInfo:
     policy_version: int
     is_probe: bool
     """Whether to tell what was received."""
+    base_version: int | None
+    """See `WeightUpdate`."""
 
 
 class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
@@ -65,7 +65,7 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             RuntimeError: names, shapes or parts are not those of the model.
         """
         self._connect_info = init_info
-        self._group: TransferGroup | None = None
+        self._receiver: Receiver | None = None
         self._store = init_info.open_store()
         schedule = self._store.get(name_schedule(self.parallel_config.rank))
         self._buckets = parse_buckets(schedule.decode())
@@ -94,15 +94,14 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         Raises:
             RuntimeError: a loader asks for another part.
         """
-        if self._group is None:
+        if self._receiver is None:
             rank = self._connect_info.num_trainer_ranks + self.parallel_config.rank
-            self._group = self._connect_info.connect(self._store, rank, self.device)
+            group = self._connect_info.connect(self._store, rank, self.device)
+            dtype = self.model_config.dtype
+            self._receiver = Receiver(group, self._buckets, dtype, self.device)
         hashes: dict[str, int] = {}
         refusal = None
-        for bucket in self._buckets:
-            reception = Reception(bucket, self.model_config.dtype, self.device)
-            exchange(self._group, [], reception.receives)
-            parts = reception.unpack()
+        for parts in self._receiver.receive(update_info.base_version):
             if update_info.is_probe:
                 hashes |= {part.name: hash_part(part, tensor) for part, tensor in parts}
             try:
@@ -121,7 +120,7 @@ class StapoWeightTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave the group, if it was ever made."""
-        self._group = None
+        self._receiver = None
 
 
 class WeightReload:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from megatron_stapo.rollout import fp8_weights
+from megatron_stapo.rollout import delta, fp8_weights
 
 TIMEOUT_S = 60.0
 """Longest wait of one end for the other in a message, or while they connect."""
@@ -25,10 +25,10 @@ _HASH_CHUNK = 1 << 22
 
 type TransferGroup = dist.ProcessGroup
 
-type Form = Literal["direct", "packed", "fp8"]
+type Form = Literal["direct", "packed", "fp8", "delta"]
 """How a message travels. direct: its only piece, which has all columns of its part, is received
 where it belongs. packed: its pieces lie one after the other. fp8: as `fp8_weights.encode` writes
-them."""
+them. delta: packed, and after the first time as `delta.encode` writes them."""
 
 type Hashes = list[dict[str, int]]
 """`hash_tensor` of what every rank of an engine takes, by Hugging Face name."""
@@ -127,7 +127,7 @@ class Bucket:
 
 
 def count_bytes(form: Form, regions: Sequence[Region], element_bytes: int) -> int:
-    """Bytes of a message."""
+    """Bytes of a message; of what changed, at most."""
     if form == "fp8":
         return fp8_weights.count_bytes([(r.num_rows, r.num_columns) for r in regions])
     return element_bytes * sum(region.num_elements for region in regions)
@@ -135,6 +135,8 @@ def count_bytes(form: Form, regions: Sequence[Region], element_bytes: int) -> in
 
 def count_scratch_bytes(form: Form, regions: Sequence[Region]) -> int:
     """Memory that packing or unpacking a message takes beside it."""
+    if form == "delta":
+        return delta.SCRATCH_BYTES
     if form != "fp8":
         return 0
     return max(fp8_weights.count_scratch_bytes(region.num_columns) for region in regions)
@@ -218,6 +220,9 @@ class WeightUpdate(Protocol):
     """Whether the engine's ranks have to hash what they receive."""
     hashes: Hashes
     """What they found. `receive` fills it, or the engine."""
+    base_version: int | None
+    """Version of the weights that the engine's ranks keep, where only what changed since them is to
+    be sent; None where everything is. Not for an engine whose ranks have yet to connect."""
 
     def receive(self) -> Iterator[tuple[Part, torch.Tensor]]:
         """What an engine in this process takes, each part once, lazily."""
@@ -296,22 +301,35 @@ class Reception:
         device: torch.device,
         rank: int | None = None,
         read: Callable[[str, Region], torch.Tensor] | None = None,
+        base: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Allocate it.
 
         Args:
+            base: the parts that travelled last, where only what changed is to come: first
+                `counts`, then, after `allocate`, `receives`.
             rank: of a receiver that is a sender, too. What it sends itself is copied.
             read: gives a view of what it holds itself.
         """
         self._parts: dict[str, tuple[Part, torch.Tensor]] = {}
         for part in bucket.parts:
             shape = (part.region.num_rows, part.region.num_columns)
-            self._parts[part.name] = (part, torch.empty(shape, dtype=dtype, device=device))
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            if base is not None:
+                tensor.copy_(base[part.name].view(shape))
+            self._parts[part.name] = (part, tensor)
         self._flats: list[tuple[Message, torch.Tensor]] = []
+        self._changes: list[tuple[Message, list[int], torch.Tensor]] = []
         self.receives: list[tuple[int, torch.Tensor]] = []
         """Sender and contiguous tensor of every message, for `exchange`."""
+        self.counts: list[tuple[int, torch.Tensor]] = []
+        """Likewise, of changes how many every piece has."""
+        self._messages = bucket.messages
         for message in bucket.messages:
-            if message.sender == rank:
+            if base is not None:
+                counts = torch.empty(len(message.pieces), dtype=torch.int64, device=device)
+                self.counts.append((message.sender, counts))
+            elif message.sender == rank:
                 assert read is not None
                 for name, region in message.pieces:
                     self._find(name, region).copy_(read(name, region))
@@ -325,6 +343,18 @@ class Reception:
                 self._flats.append((message, flat))
                 self.receives.append((message.sender, flat))
 
+    def allocate(self) -> None:
+        """Make room for changes, once it is known how many there are."""
+        for message, (sender, tensor) in zip(self._messages, self.counts, strict=True):
+            counts: list[int] = tensor.tolist()
+            sizes = [region.num_elements for _, region in message.pieces]
+            dtype = self._parts[message.pieces[0][0]][1].dtype
+            num_bytes = delta.count_bytes(counts, sizes, dtype.itemsize)
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
+            self._changes.append((message, counts, flat))
+            if num_bytes:
+                self.receives.append((sender, flat))
+
     def _find(self, name: str, region: Region) -> torch.Tensor:
         part, tensor = self._parts[name]
         return part.region.cut(tensor, region)
@@ -335,6 +365,12 @@ class Reception:
         Returns:
             Every part with its elements, in the order of the bucket; vectors as such.
         """
+        while self._changes:
+            message, counts, flat = self._changes.pop()
+            self.receives.clear()
+            delta.decode(
+                counts, flat, [self._find(name, region) for name, region in message.pieces]
+            )
         while self._flats:
             message, flat = self._flats.pop()
             self.receives.clear()
@@ -350,6 +386,46 @@ class Reception:
             (part, tensor if len(part.shape) > 1 else tensor[:, 0])
             for part, tensor in self._parts.values()
         ]
+
+
+class Receiver:
+    """An engine rank's end of the way, from one update to the next."""
+
+    def __init__(
+        self,
+        group: TransferGroup,
+        buckets: Sequence[Bucket],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Args: dtype: of the weights on their way, and of what is received."""
+        self._group, self._buckets = group, buckets
+        self._dtype, self._device = dtype, device
+        self._kept: dict[str, torch.Tensor] = {}
+        """What changes refer to: every part as it travelled last, in the host's memory."""
+
+    def receive(self, base_version: int | None) -> Iterator[list[tuple[Part, torch.Tensor]]]:
+        """The parts of one update, a bucket at a time. Each list is emptied before the next, which
+        needs its memory.
+
+        Args:
+            base_version: see `WeightUpdate`.
+
+        Communicates: as `exchange`.
+        """
+        base = None if base_version is None else self._kept
+        for bucket in self._buckets:
+            reception = Reception(bucket, self._dtype, self._device, base=base)
+            if base is not None:
+                exchange(self._group, [], reception.counts)
+                reception.allocate()
+            exchange(self._group, [], reception.receives)
+            parts = reception.unpack()
+            if any(message.form == "delta" for message in bucket.messages):
+                self._kept |= {part.name: tensor.to("cpu", copy=True) for part, tensor in parts}
+            del reception
+            yield parts
+            parts.clear()
 
 
 def hash_part(part: Part, tensor: torch.Tensor) -> int:

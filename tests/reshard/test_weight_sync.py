@@ -4,7 +4,7 @@ import pytest
 
 from tests.layouts import Layout
 from tests.tiny_model import build_tiny_model
-from tests.workers import reshard_to_engines
+from tests.workers import reshard_to_engines, sync_changes
 
 BUCKET_BYTES = 100_000
 """About a layer of the dense models, and below the largest module of the experts."""
@@ -97,3 +97,31 @@ def test_engines_get_every_bit_and_no_byte_too_many(rank_pool, tiny_models, layo
             if layout.model != "experts":
                 assert found["planned_peak_bytes"] <= BUCKET_BYTES, where
         assert sum(of_rank[number]["num_parts"] for of_rank in results) > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("share", [0.02, 0.9])
+def test_only_what_changed_is_sent_to_an_engine_that_keeps_the_rest(
+    rank_pool, tiny_models, dtype, share
+):
+    """Replicas hold the same, so that both trainer ranks change the same."""
+    config = Layout(model="untied", tp=1, dp=2).build_config(
+        tiny_models["untied"],
+        model__dtype=dtype,
+        rollout__engine="vllm",
+        rollout__tensor_parallel_size=2,
+        reshard__delta=True,
+        reshard__probe_interval_steps=1,
+    )
+    updates, _ = rank_pool.run(sync_changes, 2, config, share)
+
+    element_bytes = {"bfloat16": 2, "float32": 4}[dtype]
+    assert [update["base_version"] for update in updates] == [None, 0, None, 2]
+    for update in updates:
+        assert update["wrong"] == []
+        least = update["all_bytes"]
+        if update["base_version"] is not None:
+            least *= min(1, share * (4 + element_bytes) / element_bytes)
+        # Beside the number of changes in every piece.
+        assert 0.9 * least < update["received_bytes"] < 1.1 * least + 8 * 500

@@ -75,6 +75,7 @@ def build_update(policy_version, send=lambda connect_info, store: None):
     return SimpleNamespace(
         policy_version=policy_version,
         is_probe=False,
+        base_version=None,
         hashes=[],
         format_schedules=lambda: ["[]"],
         send=send,

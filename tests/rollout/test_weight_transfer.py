@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stapo.rollout import delta
 from megatron_stapo.rollout.weight_transfer import (
     Bucket,
     Checklist,
     ConnectInfo,
     Message,
     Part,
+    Receiver,
     Reception,
     Region,
     exchange,
@@ -86,6 +88,34 @@ def test_a_bucket_counts_parts_and_what_is_packed():
     assert BUCKET.count_bytes(2, 1) == 2 * (16 + 5)
 
 
+def test_changes_are_written_into_what_travelled_last():
+    messages = [message._replace(form="delta") for message in BUCKET.messages]
+    bucket = Bucket(parts=BUCKET.parts, messages=messages)
+    old = {"w": MATRIX[2:6, 1:5].clone(), "v": torch.arange(5.0)}
+    new = {"w": old["w"].clone(), "v": old["v"].clone()}
+    new["w"][0, 3], new["w"][3, 0], new["v"][4] = -1, -2, -3
+
+    def cut(parts, name, region):
+        matrix = parts[name] if name == "w" else parts[name][:, None]
+        return next(p for p in BUCKET.parts if p.name == name).region.cut(matrix, region)
+
+    reception = Reception(bucket, torch.float32, torch.device("cpu"), base=old)
+    encoded = [
+        delta.encode(*([cut(parts, *piece) for piece in message.pieces] for parts in (new, old)))
+        for message in messages
+    ]
+    for (_, counts), (found, _) in zip(reception.counts, encoded, strict=True):
+        counts.copy_(torch.tensor(found))
+    reception.allocate()
+    # The last message has no change, and does not travel.
+    assert [sender for sender, _ in reception.receives] == [0, 1]
+    for (_, tensor), (_, flat) in zip(reception.receives, encoded, strict=False):
+        tensor.copy_(flat)
+    (_, w), (_, v) = reception.unpack()
+    assert torch.equal(w, new["w"]) and torch.equal(v, new["v"])
+    assert old["v"][4] == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_hash_sees_every_bit_and_every_place(dtype, monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -148,10 +178,11 @@ def test_a_group_of_its_own_carries_messages():
 
     def receive():
         group = info.connect(info.open_store(), 2, device)
+        receiver = Receiver(group, [BUCKET], torch.float32, device)
         for _ in range(2):
-            reception = Reception(BUCKET, torch.float32, device)
-            exchange(group, [], reception.receives)
-        return reception.unpack()[0][1]
+            for parts in receiver.receive(None):
+                (_, tensor), _ = parts
+        return tensor
 
     with ThreadPoolExecutor() as pool:
         groups = [pool.submit(send, rank) for rank in (0, 1)]
