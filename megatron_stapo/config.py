@@ -964,18 +964,15 @@ def check_model_layout(config: Config, model_json: dict[str, Any] | None = None)
         ValueError: names the field, its value, the rule and the values that would do.
     """
     model_json = model_json or load_model_json(config.model.path)
-    has_experts = "num_experts" in model_json
-    # An expert is not cut by tensor parallelism.
-    keys = _TP_EXTENTS if has_experts else {**_TP_EXTENTS, "intermediate_size": "MLP columns"}
-    for name, value in (
-        ("parallel.tensor_model_parallel_size", config.parallel.tensor_model_parallel_size),
-        ("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size),
-    ):
-        if name.startswith("parallel") or config.rollout.engine == "vllm":
-            extents = {what: model_json[key] for key, what in keys.items()}
-            _require_divides(name, value, extents)
-    _check_engine_stages(config)
-    _check_experts(config, model_json["num_experts"] if has_experts else 0)
+    # The trainer does not cut an expert by tensor parallelism.
+    _require_divides(
+        "parallel.tensor_model_parallel_size",
+        config.parallel.tensor_model_parallel_size,
+        _TP_EXTENTS | ({} if "num_experts" in model_json else _MLP_EXTENT),
+        model_json,
+    )
+    _check_engine(config, model_json)
+    _check_experts(config, model_json)
     list_stage_layers(config.parallel, model_json["num_hidden_layers"])
     _check_fp8(config, model_json)
     _check_length(
@@ -995,16 +992,18 @@ def check_engine_layout(config: Config) -> None:
         ValueError: as there.
     """
     model_json = load_model_json(config.model.path)
-    if config.rollout.engine == "vllm":
-        extents = {what: model_json[key] for key, what in _TP_EXTENTS.items()}
-        _require_divides(
-            "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, extents
-        )
-    _check_engine_stages(config)
+    _check_engine(config, model_json)
     _check_evaluation_length(config, model_json["max_position_embeddings"])
 
 
-def _check_engine_stages(config: Config) -> None:
+def _check_engine(config: Config, model_json: dict[str, Any]) -> None:
+    if config.rollout.engine == "vllm":
+        _require_divides(
+            "rollout.tensor_parallel_size",
+            config.rollout.tensor_parallel_size,
+            _TP_EXTENTS | (_EXPERT_EXTENT if "num_experts" in model_json else _MLP_EXTENT),
+            model_json,
+        )
     size = config.rollout.pipeline_parallel_size
     _require(
         size == 1 or config.parallel.device == "cuda",
@@ -1039,9 +1038,15 @@ _TP_EXTENTS = {
     "vocab_size": "vocabulary entries",
 }
 """What tensor parallelism cuts, in the trainer and in the engine."""
+_MLP_EXTENT = {"intermediate_size": "MLP columns"}
+_EXPERT_EXTENT = {"moe_intermediate_size": "columns of an expert"}
 
 
-def _require_divides(name: str, value: int, extents: dict[str, int]) -> None:
+def _require_divides(
+    name: str, value: int, keys: dict[str, str], model_json: dict[str, Any]
+) -> None:
+    """keys: of the sizes in model_json that value must divide, and what each counts."""
+    extents = {what: model_json[key] for key, what in keys.items()}
     sizes = range(1, min(extents.values()) + 1)
     valid = [n for n in sizes if all(extent % n == 0 for extent in extents.values())]
     for what, extent in extents.items():
@@ -1053,10 +1058,9 @@ def _require_divides(name: str, value: int, extents: dict[str, int]) -> None:
         )
 
 
-def _check_experts(config: Config, num_experts: int) -> None:
-    """num_experts: 0 for a dense model."""
+def _check_experts(config: Config, model_json: dict[str, Any]) -> None:
     parallel = config.parallel
-    if not num_experts:
+    if "num_experts" not in model_json:
         for name, value, neutral in (
             ("parallel.expert_model_parallel_size", parallel.expert_model_parallel_size, 1),
             ("algorithm.router_aux_loss_coef", config.algorithm.router_aux_loss_coef, 0.0),
@@ -1071,7 +1075,8 @@ def _check_experts(config: Config, num_experts: int) -> None:
     _require_divides(
         "parallel.expert_model_parallel_size",
         parallel.expert_model_parallel_size,
-        {"experts": num_experts},
+        {"num_experts": "experts"},
+        model_json,
     )
     _require(
         parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel,

@@ -16,6 +16,7 @@ from megatron_stapo.config import (
     check_model_layout,
     from_dict,
     list_changes,
+    load_model_json,
     to_dict,
 )
 from tests.workers import build_config
@@ -258,6 +259,14 @@ def test_fp8_that_the_model_cannot_take_is_refused(tiny_models, fp8, changes, me
     config = build_config(tiny_models["tied"], **CUDA, precision__fp8=fp8, **changes)
     with pytest.raises(ValueError, match=message):
         check_model_layout(config)
+
+
+def test_an_engine_that_cannot_cut_an_expert_is_refused(tiny_models):
+    config = build_config(tiny_models["experts"], rollout__tensor_parallel_size=4)
+    check_model_layout(config)
+    model_json = load_model_json(config.model.path) | {"moe_intermediate_size": 30}
+    with pytest.raises(ValueError, match=r"rollout.tensor_parallel_size=4: .* 30 columns of an ex"):
+        check_model_layout(config, model_json)
 
 
 def test_an_expert_is_not_cut_by_tensor_parallelism(tiny_models):

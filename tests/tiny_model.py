@@ -78,31 +78,48 @@ def build_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def build_coin_base(folder: Path) -> Path:
+def build_coin_base(folder: Path, num_experts: int = 0) -> Path:
     r"""Write a model that answers \boxed{0} to \boxed{3} alike, with problems whose answer is 1.
 
     A quarter of its answers is right and the rule is easy, so that a handful of RL steps shows.
     """
     import json
 
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        AutoTokenizer,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     build_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=260,
-            hidden_size=96,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            tie_word_embeddings=True,
-            max_position_embeddings=256,
-        )
+    # vLLM's experts take a hidden size that is a multiple of 32 on a CPU.
+    shape = dict(
+        vocab_size=260,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
     )
+    if num_experts:
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **shape,
+                num_experts=num_experts,
+                num_experts_per_tok=2,
+                moe_intermediate_size=96,
+                norm_topk_prob=True,
+            )
+        )
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     for split, problems in (("train", range(64)), ("heldout", range(100, 116))):
         # One other answer: a source whose answers are all alike is refused.
         rows = ({"problem": f"Toss {i}", "answer": "2" if i == 63 else "1"} for i in problems)

@@ -45,7 +45,9 @@ class ShardTensor(torch.Tensor):
             mine = [(region.first_row, region.end_row), (region.first_column, region.end_column)]
             if wanted == mine[: len(wanted)]:
                 shard._taken.add(part.name)
-                return shard._held
+                # A new tensor each time: torch marks it as a view of this one, which it does to
+                # none twice, and a layer-wise reload narrows twice.
+                return shard._held.detach()
         raise RuntimeError(
             f"weight {part.name}: the engine's loader wants {func} of {list(args[1:])}, but of "
             f"{list(part.shape)} it was sent {part.region}."

@@ -83,12 +83,15 @@ class TransformersEngine:
     def update_weights(self, update: WeightUpdate, engine_index: int = 0) -> None:
         """See `Engine`."""
         # A tied head is no parameter of its own here.
-        parameters = dict(self._model.named_parameters())
-        checklist = Checklist({name: p.shape for name, p in parameters.items()})
-        with torch.no_grad():
-            for part, tensor in update.receive():
-                checklist.take(part.name, tensor.shape)
-                parameters[part.name].copy_(tensor)
+        matrices = {
+            name: matrix
+            for parameter_name, parameter in self._model.named_parameters()
+            for name, matrix in split_experts(parameter_name, parameter.detach()).items()
+        }
+        checklist = Checklist({name: matrix.shape for name, matrix in matrices.items()})
+        for part, tensor in update.receive():
+            checklist.take(part.name, tensor.shape)
+            matrices[part.name].copy_(tensor)
         checklist.check_complete()
         self.policy_version = update.policy_version
 
@@ -155,6 +158,30 @@ class TransformersEngine:
             finish_reason="stop" if any(is_stop) else "length",
             policy_version=self.policy_version,
         )
+
+
+def split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name by a Hugging Face folder's names what transformers holds under one.
+
+    Args:
+        name: of a parameter of a transformers model, which has all experts of a layer in two.
+        tensor: of the parameter's shape.
+
+    Returns:
+        Views of the tensor: a matrix per expert and projection, or the tensor under its own name.
+
+    Source: transformers 5.19, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeExperts.
+    """
+    layer, separator, matrix = name.partition(".mlp.experts.")
+    if not separator:
+        return {name: tensor}
+    parts = {}
+    for number, expert in enumerate(tensor):
+        prefix = f"{layer}.mlp.experts.{number}"
+        halves = expert.chunk(2) if matrix == "gate_up_proj" else [expert]
+        names = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
+        parts |= {f"{prefix}.{n}.weight": half for n, half in zip(names, halves, strict=True)}
+    return parts
 
 
 def keep_top_p(logprobs_BV: torch.Tensor, top_p: float) -> torch.Tensor:

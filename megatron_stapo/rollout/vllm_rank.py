@@ -3,8 +3,8 @@
 vLLM's external launcher makes no process: it takes the world that torchrun has made, and cuts it
 into engines of consecutive ranks, which schedule the same requests in the same order.
 
-Invariant: vLLM is a guest. Random states, the default dtype and precision, and the environment are
-after every call what they were before.
+Invariant: vLLM is a guest. Random states, the default dtype and precision, the environment, and on
+a CPU the streams of `torch.cuda` are after every call what they were before.
 """
 
 import os
@@ -29,6 +29,9 @@ from megatron_stapo.rollout.vllm_server import build_engine_options
 from megatron_stapo.rollout.vllm_worker import WeightReload
 from megatron_stapo.rollout.weight_transfer import Part
 from megatron_stapo.types import Prompt, Rollout
+
+_STREAMS = ("Event", "Stream", "set_stream", "current_stream", "stream")
+"""Names of `torch.cuda`."""
 
 
 class VllmRank:
@@ -201,6 +204,8 @@ class VllmRank:
         cuda_state = torch.cuda.get_rng_state() if self._is_cuda else None
         dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
         set_num_threads = torch.set_num_threads
+        # vLLM's CPU build puts others in their place, whose events Megatron's experts cannot await.
+        streams = {} if self._is_cuda else {name: getattr(torch.cuda, name) for name in _STREAMS}
         with ExitStack() as stack:
             if not self._is_cuda:
                 from megatron_stapo.parallel import cpu_device
@@ -223,6 +228,8 @@ class VllmRank:
                 torch.set_default_dtype(dtype)
                 torch.set_float32_matmul_precision(precision)
                 torch.set_num_threads = set_num_threads
+                for name, stream in streams.items():
+                    setattr(torch.cuda, name, stream)
 
 
 def _avoid_shared_memory() -> None:

@@ -19,6 +19,9 @@ from vllm.config import ModelConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -136,6 +139,12 @@ class WeightReload:
         self._model, self._model_config = model, model_config
         self._sharded: set[str] = set()
         self._taken: set[str] = set()
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            # On a CPU experts are multiplied from packed weights. vLLM 0.32 packs them where it
+            # builds their kernel and never again, so the kernel has to be built again as well.
+            if isinstance(method, UnquantizedFusedMoEMethod) and module.w13_weight.is_cpu:
+                method.moe_kernel = None
         initialize_layerwise_reload(model)
 
     def load(self, parts: Iterable[tuple[Part, torch.Tensor]]) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stapo.algo.advantage import reweight_advantages
 from megatron_stapo.config import Config
+from megatron_stapo.rollout.transformers_engine import split_experts
 from megatron_stapo.trainer.loss import compute_loss
 from megatron_stapo.trainer.masks import MaskAssigner, Phase
 from megatron_stapo.trainer.metrics import StepSums
@@ -140,22 +141,8 @@ def _collect_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients.update(_split_experts(name, gradient))
+        gradients.update(split_experts(name, gradient))
     return gradients
-
-
-def _split_experts(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """transformers holds a layer's experts in two tensors; a folder names each matrix."""
-    layer, separator, matrix = name.partition(".mlp.experts.")
-    if not separator:
-        return {name: gradient}
-    parts = {}
-    for number, expert in enumerate(gradient):
-        prefix = f"{layer}.mlp.experts.{number}"
-        halves = expert.chunk(2) if matrix == "gate_up_proj" else [expert]
-        names = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
-        parts |= {f"{prefix}.{n}.weight": half for n, half in zip(names, halves, strict=True)}
-    return parts
 
 
 def _compute_balance_loss(

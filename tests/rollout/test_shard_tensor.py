@@ -28,6 +28,14 @@ def test_a_loader_gets_the_part_that_it_narrows_to(part, cut):
     assert torch.equal(build(part)[0].narrow(*cut), held) is False  # another draw
 
 
+def test_a_loader_may_narrow_twice():
+    """vLLM's layer-wise reload runs a loader to count what it copies, and again to copy it."""
+    shard, held, _ = build(ROWS)
+    with torch.enable_grad():
+        for _ in range(2):
+            assert torch.equal(shard.narrow(0, 2, 2), held)
+
+
 @pytest.mark.parametrize("cut", [(0, 0, 2), (0, 2, 3), (0, 2, 1), (1, 2, 4), (0, 0, 8)])
 def test_another_part_is_refused(cut):
     shard, _, taken = build(ROWS)

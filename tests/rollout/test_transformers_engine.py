@@ -165,14 +165,17 @@ def build_update(named_tensors, policy_version):
     return SimpleNamespace(policy_version=policy_version, receive=lambda: parts)
 
 
-@pytest.mark.parametrize("embedding", ["tied", "untied"])
-def test_new_weights_are_sampled_from(tiny_models, embedding):
-    engine = build_engine(tiny_models[embedding])
+@pytest.mark.parametrize("model", ["tied", "untied", "experts"])
+def test_new_weights_are_sampled_from(tiny_models, tmp_path, model):
+    engine = build_engine(tiny_models[model])
     before = list_rollouts(engine.generate(build_prompts(), 2, SAMPLING))
-    weights = load_file(tiny_models[embedding] / "model.safetensors")
+    weights = load_file(tiny_models[model] / "model.safetensors")
     engine.update_weights(build_update(((name, 1.1 * w) for name, w in weights.items()), 5))
-    for name, parameter in engine._model.named_parameters():
-        assert torch.equal(parameter, 1.1 * weights[name]), name
+    engine._model.save_pretrained(tmp_path)
+    now = load_file(tmp_path / "model.safetensors")
+    assert now.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(now[name], 1.1 * weight), name
     groups = engine.generate(build_prompts(), 2, SAMPLING)
     assert list_rollouts(groups) != before
     assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {5}
