@@ -8,6 +8,7 @@ import torch
 
 from megatron_stapo.model.weights import build_weight_table, shard
 from megatron_stapo.reshard.plan import build_plan, list_holdings
+from megatron_stapo.rollout import delta
 from megatron_stapo.rollout.engine_parts import list_parts
 from megatron_stapo.rollout.fp8_weights import round_trip
 from megatron_stapo.rollout.weight_transfer import (
@@ -236,6 +237,61 @@ def test_pieces_that_cut_a_block_keep_every_bit():
         name = f"model.layers.1.{name}.weight"
         assert received[name][0].is_fp8
         assert torch.equal(received[name][1], tensors[name])
+
+
+@pytest.mark.parametrize("trainer", [(1, 1, 1), (2, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize("engine", [(1, 1), (2, 1), (8, 1), (2, 2)])
+def test_an_engine_that_keeps_the_rest_gets_what_changed(trainer, engine):
+    model_json = MODELS["tied"]
+    tensors = draw_tensors(model_json)
+    generator = torch.Generator().manual_seed(1)
+    changed = {
+        name: torch.where(torch.rand(tensor.shape, generator=generator) < 0.05, -tensor, tensor)
+        for name, tensor in tensors.items()
+    }
+    holdings, before = build_trainer(model_json, tensors, *trainer)
+    _, after = build_trainer(model_json, changed, *trainer)
+    parts = parts_of(model_json, *engine)
+    receivers = range(len(holdings), len(holdings) + len(parts))
+    plan = build_plan(
+        holdings, parts, receivers, element_bytes=4, bucket_bytes=100_000, is_delta=True
+    )
+    kept = execute(plan, before, receivers)
+    num_bytes = 0
+
+    for number, sends in enumerate(plan.sends):
+        receptions, counts, changes = {}, defaultdict(list), defaultdict(list)
+        for receiver in receivers:
+            bucket = plan.list_buckets(receiver)[number]
+            base = {name: tensor for name, (_, tensor) in kept[receiver].items()}
+            receptions[receiver] = Reception(bucket, torch.float32, torch.device("cpu"), base=base)
+        for sender, messages in sends.items():
+            for message in messages:
+                assert message.form == "delta"
+                news, olds = (
+                    [
+                        holding.view(parameters[sender][holding.parameter], r)
+                        for holding, r in message.pieces
+                    ]
+                    for parameters in (after, before)
+                )
+                found, flat = delta.encode(news, olds)
+                counts[sender, message.receiver].append(torch.tensor(found))
+                changes[sender, message.receiver] += [flat] if len(flat) else []
+        for receiver, reception in receptions.items():
+            for sender, tensor in reception.counts:
+                tensor.copy_(counts[sender, receiver].pop(0))
+            reception.allocate()
+            for sender, tensor in reception.receives:
+                tensor.copy_(changes[sender, receiver].pop(0))
+                num_bytes += tensor.nbytes
+            for part, tensor in reception.unpack():
+                full = changed[part.name] if tensor.dim() > 1 else changed[part.name][:, None]
+                expected = Region.whole(part.shape).cut(full, part.region)
+                assert torch.equal(tensor.reshape(expected.shape), expected), part.name
+
+    planned = sum(plan.count_received_bytes(receiver) for receiver in receivers)
+    assert 0.08 * planned < num_bytes < 0.12 * planned  # eight bytes of every twentieth element
 
 
 @pytest.mark.parametrize("ep", [2, 4, 8])
