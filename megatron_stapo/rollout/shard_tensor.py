@@ -13,17 +13,22 @@ from megatron_stapo.rollout.weight_transfer import Part
 
 
 class ShardTensor(torch.Tensor):
-    """Gives its part when it is narrowed to it, and nothing else."""
+    """Gives its part when it is narrowed to it, and nothing else. As an expert's weight it may be
+    stacked and unstacked before."""
 
     _part: Part
     _held: torch.Tensor
     _taken: set[str]
 
     @staticmethod
-    def __new__(cls, part: Part, held: torch.Tensor, taken: set[str]) -> "ShardTensor":
-        """Args: held: the elements of the part. taken gets its name when a loader narrows it."""
+    def __new__(
+        cls, part: Part, held: torch.Tensor, taken: set[str], *, is_stacked: bool = False
+    ) -> "ShardTensor":
+        """Args: held: the elements of the part. taken gets its name when a loader narrows it.
+        is_stacked: it is the only one of a stack [1, rows, columns]."""
+        shape = (1, *part.shape) if is_stacked else part.shape
         tensor: ShardTensor = torch.Tensor._make_wrapper_subclass(
-            cls, part.shape, dtype=held.dtype, device=held.device
+            cls, shape, dtype=held.dtype, device=held.device
         )
         tensor._part, tensor._held, tensor._taken = part, held, taken
         return tensor
@@ -34,10 +39,16 @@ class ShardTensor(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer a slice along one dimension; torch may call `narrow` by either name."""
+        """Answer a slice along one dimension, by either of the names that torch has for `narrow`,
+        and what vLLM does to an expert's weight before."""
         shard = next(a for a in args if isinstance(a, cls))
         part, aten = shard._part, torch.ops.aten
-        if func in (aten.slice.Tensor, aten.narrow.default) and len(args) == 4 and not kwargs:
+        if shard.ndim > len(part.shape):
+            if func is aten.unbind.int and len(args) == 1:
+                return [cls(part, shard._held, shard._taken)]
+        elif func is aten.unsqueeze.default and args[1] == 0:
+            return cls(part, shard._held, shard._taken, is_stacked=True)
+        elif func in (aten.slice.Tensor, aten.narrow.default) and len(args) == 4 and not kwargs:
             _, dim, start, end = args
             wanted = [(0, size) for size in part.shape]
             wanted[dim] = (start, end if func is aten.slice.Tensor else start + end)

@@ -36,6 +36,21 @@ def test_a_loader_may_narrow_twice():
             assert torch.equal(shard.narrow(0, 2, 2), held)
 
 
+def test_a_loader_of_experts_stacks_and_unstacks():
+    shard, held, taken = build(ROWS)
+    with torch.enable_grad():
+        for _ in range(2):
+            stack = shard.unsqueeze(0)
+            assert stack.shape == (1, 8, 6)
+            (expert,) = stack.unbind()
+            assert expert.shape == (8, 6) and not taken
+            assert torch.equal(expert.narrow(0, 2, 2), held)
+            taken.clear()
+    for other in (lambda: shard.unsqueeze(1), lambda: stack.narrow(1, 2, 2), lambda: stack.clone()):
+        with pytest.raises(RuntimeError, match="weight w: the engine's loader wants"):
+            other()
+
+
 @pytest.mark.parametrize("cut", [(0, 0, 2), (0, 2, 3), (0, 2, 1), (1, 2, 4), (0, 0, 8)])
 def test_another_part_is_refused(cut):
     shard, _, taken = build(ROWS)
