@@ -306,10 +306,10 @@ class Reception:
         """Allocate it.
 
         Args:
-            base: the parts that travelled last, where only what changed is to come: first
-                `counts`, then, after `allocate`, `receives`.
             rank: of a receiver that is a sender, too. What it sends itself is copied.
             read: gives a view of what it holds itself.
+            base: the parts that travelled last, where only what changed is to come: first
+                `counts`, then, after `allocate`, `receives`.
         """
         self._parts: dict[str, tuple[Part, torch.Tensor]] = {}
         for part in bucket.parts:
